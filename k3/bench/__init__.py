@@ -1,0 +1,1 @@
+"""`k3-bench`: one file per subcommand."""

@@ -1,0 +1,1 @@
+"""Caches: layout, pages, slots, storage."""

@@ -1,0 +1,194 @@
+"""What the caches of one rank consist of: fields, their shapes, and the fingerprints two sides compare.
+
+A `Field` is one contiguous tensor `[units, *shape]`, registered whole with the transfer library. A unit is a page
+(`page_tokens` tokens of all local layers together) or a pool slot (one request's recurrent state of all local
+layers). Everything one request moves lies together, so one page or one head range is one descriptor.
+
+| field  | unit | shape of a unit                                  | placement    | sent |
+|--------|------|--------------------------------------------------|--------------|------|
+| latent | page | [mla_layers, page_tokens, kv_lora_rank + rope]   | owner        | yes  |
+| kda    | slot | [heads, kda_layers, v_dim, k_dim] (V-first)      | head_shard   | yes  |
+| conv   | slot | [heads, kda_layers, 3 (q, k, v), dim, width - 1] | head_shard   | yes  |
+
+Pure arithmetic: no torch. `k3/cache/storage.py` allocates, `k3/transfer/plan.py` computes copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from k3.model.spec import K3Spec
+from k3.parallel.mesh import Mesh
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+PROTO_VERSION = 1
+
+
+class Unit(Enum):
+    """What one row of a field belongs to."""
+
+    PAGE = "page"
+    SLOT = "slot"
+
+
+class Placement(Enum):
+    """How a field is spread over the ranks of one stage."""
+
+    OWNER = "owner"  # pages live on the context-parallel rank that owns them
+    HEAD_SHARD = "head_shard"  # every rank holds a range of heads
+    REPLICATED = "replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One registered tensor `[units * columns, *shape]`.
+
+    `columns` pool slots belong to one state slot (k + 1 with snapshots); a transfer addresses column 0.
+    `layers` are global layer indices in order of the layer axis.
+    """
+
+    name: str
+    unit: Unit
+    shape: tuple[int, ...]
+    dtype: str
+    placement: Placement
+    layers: tuple[int, ...]
+    columns: int = 1
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one page or one pool slot."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """All fields of one rank, and the numbers a peer must share.
+
+    A stage without a layer kind has no field of it; ids of pages and slots mean the same on every rank.
+    """
+
+    page_tokens: int
+    kv_dtype: str
+    state_dtype: str
+    conv_dtype: str
+    latent_dim: int
+    kda_heads: int
+    head_dim: int
+    conv_width: int
+    fields: tuple[Field, ...]
+
+    def field(self, name: str) -> Field | None:
+        """The field called `name`, or None when this stage has no such layers."""
+        return next((f for f in self.fields if f.name == name), None)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes one page costs on this rank."""
+        return sum(f.unit_bytes for f in self.fields if f.unit is Unit.PAGE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes one state slot costs on this rank."""
+        return sum(f.unit_bytes * f.columns for f in self.fields if f.unit is Unit.SLOT)
+
+    def pages_for(self, memory_bytes: int, n_slots: int) -> int:
+        """Pages that fit beside `n_slots` state slots; 0 or less when the slots alone do not fit.
+
+        A rank without page fields can number any page, so it never limits the group.
+        """
+        if self.page_bytes == 0:
+            return 1 << 30
+        return (memory_bytes - n_slots * self.slot_bytes) // self.page_bytes
+
+
+def build_layout(
+    spec: K3Spec,
+    mesh: Mesh,
+    stage: int,
+    *,
+    page_tokens: int,
+    dtype: str,
+    columns: int = 1,
+) -> CacheLayout:
+    """Fields of a rank on `stage`.
+
+    dtype: the model's dtype; the recurrent state is float32, or float64 when the model is float64.
+    columns: pool slots per state slot (1, or k + 1 for snapshots of a verify group).
+    """
+    shards = mesh.tp * mesh.cp
+    layers = mesh.stage_layers(spec.num_layers)[stage]
+    mla = tuple(i for i in layers if spec.is_mla(i))
+    kda = tuple(i for i in layers if not spec.is_mla(i))
+    heads = spec.kda_heads // shards
+    latent_dim = spec.kv_lora_rank + spec.qk_rope_head_dim
+    state_dtype = "float64" if dtype == "float64" else "float32"
+    fields: list[Field] = []
+    if mla:
+        shape = (len(mla), page_tokens, latent_dim)
+        fields.append(Field("latent", Unit.PAGE, shape, dtype, Placement.OWNER, mla))
+    if kda:
+        d, w = spec.kda_head_dim, spec.conv_width
+        state, conv = (heads, len(kda), d, d), (heads, len(kda), 3, d, w - 1)
+        head = Placement.HEAD_SHARD
+        fields.append(Field("kda", Unit.SLOT, state, state_dtype, head, kda, columns))
+        fields.append(Field("conv", Unit.SLOT, conv, dtype, head, kda))
+    return CacheLayout(
+        page_tokens=page_tokens,
+        kv_dtype=dtype,
+        state_dtype=state_dtype,
+        conv_dtype=dtype,
+        latent_dim=latent_dim,
+        kda_heads=spec.kda_heads,
+        head_dim=spec.kda_head_dim,
+        conv_width=spec.conv_width,
+        fields=tuple(fields),
+    )
+
+
+def layout_document(
+    spec: K3Spec, *, page_tokens: int, dtype: str, model_id: str, model_digest: str
+) -> bytes:
+    """Canonical JSON of everything that must be equal on both sides of a pair.
+
+    Sharding, pool sizes and addresses are not in it: they may differ and are checked by code.
+    """
+    document = {
+        "proto_version": PROTO_VERSION,
+        "model": model_id,
+        "model_digest": model_digest,
+        "dtype_kv": dtype,
+        "dtype_state": "float64" if dtype == "float64" else "float32",
+        "dtype_conv": dtype,
+        "page_tokens": page_tokens,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "rope_dim": spec.qk_rope_head_dim,
+        "layers": [[i, "mla" if spec.is_mla(i) else "kda"] for i in range(spec.num_layers)],
+        "kda_heads": spec.kda_heads,
+        "dk": spec.kda_head_dim,
+        "dv": spec.kda_head_dim,
+        "conv_width": spec.conv_width,
+        "conv_sections": "q,k,v",
+        "state_order": "head,layer,dv,dk",
+        "quantisation": "none",
+        "position": "nope",
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def fingerprint(document: bytes) -> str:
+    """SHA-256 of a layout document, hexadecimal."""
+    return hashlib.sha256(document).hexdigest()
+
+
+def first_difference(ours: bytes, theirs: bytes) -> str | None:
+    """The first differing field of two layout documents as `name: ours != theirs`, or None."""
+    mine, other = json.loads(ours), json.loads(theirs)
+    for name in sorted(mine.keys() | other.keys()):
+        if mine.get(name) != other.get(name):
+            return f"{name}: {mine.get(name)!r} != {other.get(name)!r}"
+    return None

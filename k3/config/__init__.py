@@ -1,0 +1,1 @@
+"""Configuration: one frozen tree, its sources, its refusals."""

@@ -1,0 +1,237 @@
+"""The configuration of one process: a frozen tree, the same names in YAML, environment and flags.
+
+`section.key` is `--section-key` on the command line and `K3_SECTION__KEY` in the environment. The help text of a flag
+is the metadata of its field. Durations are seconds (`30s`, `5m` accepted), sizes bytes (`16MiB` accepted).
+`k3/config/load.py` builds the tree, `k3/config/refusals.py` judges it. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def key(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """A field with its one-line help. unit: "s", "bytes", "tokens" or "" ; choices: allowed strings."""
+    metadata = {"help": help, "unit": unit, "choices": choices}
+    if isinstance(default, (list, dict)):
+        raise TypeError("defaults must be immutable; use a tuple")
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which checkpoint, in which precision."""
+
+    path: str = key("", "folder with config.json and safetensors; empty = the embedded k3-mini")
+    name: str = key("", "name of the model in the API; empty = the folder's name")
+    dtype: str = key(
+        "auto",
+        "compute and cache precision; auto = float32 on CPU, bfloat16 on GPU",
+        choices=("auto", "float64", "float32", "bfloat16"),
+    )
+    device: str = key(
+        "auto", "auto = cuda when there is one, else cpu", choices=("auto", "cpu", "cuda")
+    )
+    max_model_len: int = key(0, "longest prompt + output; 0 = the model's own limit", unit="tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How the model is spread over ranks."""
+
+    pp: int = key(1, "pipeline stages")
+    tp: int = key(1, "tensor parallel size")
+    cp: int = key(1, "helix context parallel size (decode only)")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes of the pools."""
+
+    page_tokens: int = key(16, "tokens of one page, a power of two 4..128", unit="tokens")
+    pages: int = key(0, "pages of each rank's pool; 0 = from memory_bytes")
+    memory_bytes: int = key(512 << 20, "bytes for all pools of one rank", unit="bytes")
+    state_slots: int = key(
+        0, "state slots; 0 = max_rows + max_queue on prefill, max_rows + 1 on decode"
+    )
+    fill_nan: bool = key(False, "fill fresh pools with NaN, so that a read of unowned memory shows")
+    prefix: str = key("off", "hybrid prefix cache on prefill", choices=("off", "on"))
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """Batching and queues."""
+
+    max_rows: int = key(16, "requests running at once")
+    max_queue: int = key(64, "requests that may wait in this service; more are refused at once")
+    token_budget: int = key(512, "prompt tokens of one prefill step", unit="tokens")
+    depth: int = key(2, "decode steps in flight: 1 = synchronous, 2 = overlapped")
+    plan_timeout_s: float = key(
+        60.0, "a plan unanswered for this long fails the rank group", unit="s"
+    )
+    max_early_prefills: int = key(
+        2, "requests at the head of decode's queue whose prompt may be computed early"
+    )
+    reserve_wait_s: float = key(30.0, "prefill keeps pages without a destination", unit="s")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecConfig:
+    """Speculation (decode)."""
+
+    draft_tokens: int = key(0, "drafts per verify group; 0 = no speculation")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Clocks and limits of the transfer; `nixl` names of the environment stay UCX's own."""
+
+    heartbeat_s: float = key(2.0, "Progress on every stream with a destination", unit="s")
+    lease_s: float = key(30.0, "decode gives a transfer up without a heartbeat", unit="s")
+    progress_timeout_s: float = key(
+        10.0, "decode aborts a transfer whose bytes do not grow", unit="s"
+    )
+    transfer_deadline_s: float = key(30.0, "from the first token to the last byte", unit="s")
+    self_fence_s: float = key(15.0, "prefill stops posting without a heartbeat echo", unit="s")
+    handle_deadline_s: float = key(
+        10.0, "one posted handle, at least; grows with its bytes", unit="s"
+    )
+    drain_s: float = key(10.0, "posted handles may take this long to end after an abort", unit="s")
+    resend_after_s: float = key(
+        5.0, "decode asks again for records missing after Committed", unit="s"
+    )
+    quarantine_cap: float = key(
+        0.1, "share of pages in quarantine above which decode rebuilds its agents"
+    )
+    handles_in_flight: int = key(4, "posted handles per pair of ranks")
+    bytes_in_flight: int = key(256 << 20, "posted bytes per sending rank", unit="bytes")
+    port_range: str = key("", "UCX_TCP_PORT_RANGE for the data plane, for example 41000-41050")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendsConfig:
+    """Which kernels."""
+
+    attention: str = key("auto", "attention kernels", choices=("auto", "reference"))
+    kda: str = key("auto", "KDA kernels", choices=("auto", "reference"))
+    moe_weights: str = key(
+        "auto",
+        "MXFP4 experts: dequantized at load or per use",
+        choices=("auto", "dequant", "packed"),
+    )
+    threads: int = key(0, "CPU threads of each rank; 0 = cores / ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Ports, names, lifecycle."""
+
+    host: str = key("127.0.0.1", "address the gRPC server binds")
+    port: int = key(0, "gRPC port; 0 = 50051 prefill, 50052 decode")
+    ops_host: str = key("127.0.0.1", "address of /health /ready /startup /metrics")
+    ops_port: int = key(9090, "ops port")
+    prefills: tuple[str, ...] = key(
+        ("127.0.0.1:*", "localhost:*"),
+        "prefill addresses decode may dial, host:port, * matches any",
+    )
+    drain_delay_s: float = key(
+        5.0, "after SIGTERM new requests are still served for this long", unit="s"
+    )
+    drain_timeout_s: float = key(600.0, "running requests may take this long to finish", unit="s")
+    stall_timeout_s: float = key(
+        30.0, "/health fails when there is work but no step for this long", unit="s"
+    )
+    on_rank_loss: str = key("restart", "what to do when a rank dies", choices=("restart", "exit"))
+    reflection: bool = key(True, "gRPC reflection")
+    tls_cert: str = key("", "PEM certificate of the gRPC server; empty = no TLS")
+    tls_key: str = key("", "PEM key of the gRPC server")
+    tls_ca: str = key("", "PEM authorities trusted for peers")
+    tls_client_auth: bool = key(False, "demand client certificates (mTLS)")
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """Logs."""
+
+    log_format: str = key("json", "log lines", choices=("json", "text"))
+    log_level: str = key(
+        "info", "least severe level", choices=("debug", "info", "warning", "error")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Configuration of `k3-prefill` and `k3-decode`."""
+
+    role: str = key("", "set by the command", choices=("", "prefill", "decode", "both"))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    backends: BackendsConfig = field(default_factory=BackendsConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The router's public and admin ports and limits."""
+
+    host: str = key("127.0.0.1", "address of the public API")
+    port: int = key(8000, "port of the public API; 0 = any free one")
+    admin_host: str = key("127.0.0.1", "address of the admin API")
+    admin_port: int = key(8081, "port of the admin API; 0 = any free one")
+    max_body_bytes: int = key(16 << 20, "largest request body", unit="bytes")
+    request_timeout_s: float = key(600.0, "deadline of a request; clients may lower it", unit="s")
+    sse_heartbeat_s: float = key(
+        15.0, "comment lines while a stream waits for its first token", unit="s"
+    )
+    cors_origins: tuple[str, ...] = key((), "allowed CORS origins; empty = none")
+    default_max_tokens: int = key(
+        0, "cap on the default output length; 0 = rest of context", unit="tokens"
+    )
+    strict_params: bool = key(False, "refuse unknown fields instead of ignoring them")
+    drain_delay_s: float = key(
+        5.0, "after SIGTERM new requests are still served for this long", unit="s"
+    )
+    drain_timeout_s: float = key(600.0, "running requests may take this long to finish", unit="s")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """The instances and how requests are paired with them."""
+
+    prefills: tuple[str, ...] = key((), "prefill instances, host:port")
+    decodes: tuple[str, ...] = key((), "decode instances, host:port")
+    policy: str = key("least_load", "choice of decode", choices=("least_load", "round_robin"))
+    prefill_policy: str = key(
+        "least_load", "choice of prefill", choices=("least_load", "round_robin")
+    )
+    max_retries: int = key(2, "further prefill candidates of one attempt")
+    connect_timeout_s: float = key(2.0, "deadline of a dial", unit="s")
+    tls_ca: str = key("", "PEM authorities trusted for instances; empty = no TLS")
+    tls_cert: str = key("", "PEM client certificate")
+    tls_key: str = key("", "PEM client key")
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """How many requests the router lets in."""
+
+    max_in_flight: int = key(512, "requests being served")
+    max_queue: int = key(256, "requests waiting for an instance with room")
+    queue_timeout_s: float = key(30.0, "longest wait in the router's queue", unit="s")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Configuration of `k3-router`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

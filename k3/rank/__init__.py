@@ -1,0 +1,1 @@
+"""Rank processes: channel, supervision, mover, entry point."""

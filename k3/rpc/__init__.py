@@ -1,0 +1,1 @@
+"""gRPC edges: server, client, conversion, status."""

@@ -1,0 +1,1 @@
+"""Moving caches from prefill to decode."""

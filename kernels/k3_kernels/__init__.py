@@ -1,0 +1,1 @@
+"""Kernels and their torch references; knows nothing of services."""

@@ -1,0 +1,1 @@
+"""Plain torch references with the kernels' signatures."""

@@ -1,0 +1,1 @@
+"""Prefill's scheduler and rank-side execution; embedded by decode with --role both."""

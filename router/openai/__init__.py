@@ -1,0 +1,1 @@
+"""REST endpoints in the shape of the OpenAI API."""
