@@ -1,0 +1,355 @@
+"""Which piece of which prompt is computed next. Pure: no clock, no sockets, no tensors.
+
+`submit`, `abort` and `release` change the set of prompts, `plan` says what to compute next, `advance` absorbs the
+acknowledgement of the oldest plan. Progress is counted when a chunk is *planned*, so the next chunk of a prompt can
+enter the first stage while the one before is downstream; what a plan covers is frozen in its chunks, and an
+acknowledgement is judged by those alone.
+
+A prompt takes all its pages and its state slot when it starts, in order of arrival: what runs can always finish, so
+no deadlock is possible. Prompts with little left ("short") get a reserved share of every step; long ones share the
+rest, at most `max_long` of them at a time; whatever nobody of a class uses goes to whoever was served least recently.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from k3.cache.pages import PageCounts, PagePool
+from k3.cache.slots import SlotCounts, SlotPool
+from k3.errors import QueueFull, RequestRejected
+from prefill_svc.core.request import Event, PrefillRequest, State
+
+ZERO_STATE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Numbers that decide how steps are filled.
+
+    token_budget: prompt tokens of one step, all prompts together.
+    max_inflight: plans that may wait for their acknowledgement (= pipeline stages).
+    chunk_align: lengths of chunks that do not end a prompt are multiples of it where the budget allows.
+    max_running: prompts being computed at once.
+    max_queue: prompts that may wait for one of those places.
+    short_len: a prompt with at most this many tokens left counts as short.
+    short_share: part of the budget kept for short prompts.
+    max_long: long prompts in the making at once.
+    """
+
+    token_budget: int
+    max_inflight: int
+    chunk_align: int
+    max_running: int
+    max_queue: int
+    short_len: int
+    short_share: float = 0.25
+    max_long: int = 1
+
+    def __post_init__(self) -> None:
+        positive = {
+            "token_budget": self.token_budget,
+            "max_inflight": self.max_inflight,
+            "chunk_align": self.chunk_align,
+            "max_running": self.max_running,
+            "max_long": self.max_long,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one prompt, frozen when it was planned."""
+
+    key: int
+    epoch: int
+    start: int
+    length: int
+    is_final: bool
+    pages: tuple[int, ...]
+    read_slot: int
+    write_slot: int
+
+    @property
+    def end(self) -> int:
+        """Prompt tokens in the caches once the chunk is computed."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. `step_id` is dense and starts at 1."""
+
+    step_id: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt tokens of the step."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Tokens handed out in the making of one plan."""
+
+    left: int
+    align: int
+    granted: dict[int, int] = field(default_factory=dict[int, int])
+
+    def give(self, request: PrefillRequest, limit: int) -> None:
+        """Raise the request's grant by at most `limit`; a chunk that does not end the prompt is aligned."""
+        before = self.granted.get(request.key, 0)
+        total = min(request.remaining, before + min(limit, self.left))
+        if total < request.remaining:
+            total -= total % self.align
+        if total > before:
+            self.granted[request.key] = total
+            self.left -= total - before
+
+
+class PrefillScheduler:
+    """All prompts of one instance, and the pages and state slots they hold."""
+
+    def __init__(self, policy: Policy, *, n_pages: int, n_slots: int, page_tokens: int) -> None:
+        """n_pages, n_slots: what may be handed out; dummies are not among them."""
+        self.policy = policy
+        self.page_tokens = page_tokens
+        self._pages = PagePool(n_pages)
+        self._slots = SlotPool(n_slots)
+        self._requests: dict[int, PrefillRequest] = {}
+        self._waiting: deque[PrefillRequest] = deque()
+        self._running: dict[int, PrefillRequest] = {}
+        self._inflight: deque[Plan] = deque()
+        self._last_step = 0
+
+    # ------------------------------------------------------------ requests in and out
+
+    def submit(self, key: int, prompt_len: int, now: float) -> PrefillRequest:
+        """Queue a prompt. Raises RequestRejected when it can never fit, QueueFull when too many wait."""
+        if prompt_len < 1:
+            raise RequestRejected("the prompt is empty; send at least one token", param="token_ids")
+        needed = self.pages_for(prompt_len)
+        if needed > self._pages.n_pages:
+            raise RequestRejected(
+                f"a prompt of {prompt_len} tokens needs {needed} pages of {self.page_tokens}, this "
+                f"instance has {self._pages.n_pages}; send a shorter prompt or raise cache.pages",
+                param="token_ids",
+            )
+        free_places = max(0, self.policy.max_running - len(self._running))
+        if len(self._waiting) >= self.policy.max_queue + free_places:
+            raise QueueFull(
+                f"{len(self._waiting)} prompts wait already, schedule.max_queue="
+                f"{self.policy.max_queue}; try later or another instance"
+            )
+        if key in self._requests:
+            raise AssertionError(f"request {key} was submitted twice")
+        request = PrefillRequest(key, 1, prompt_len, now, self._last_step)
+        self._requests[key] = request
+        self._waiting.append(request)
+        return request
+
+    def abort(self, key: int) -> None:
+        """Plan nothing more for a prompt. What it holds stays pinned until `release`. Idempotent."""
+        request = self._requests.get(key)
+        if request is None or request.state is State.ABORTED:
+            return
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        self._running.pop(key, None)
+        request.on(Event.ABORT)
+        request.epoch += 1
+
+    def release(self, key: int) -> None:
+        """Give back pages and slot of a prompt that was sent or aborted; forget it. Idempotent.
+
+        Plans in flight may still write to them: that is safe, because every later plan that reuses them runs later
+        on every rank. Transfers are not ordered by plans: the caller has proven them quiet.
+        """
+        request = self._requests.get(key)
+        if request is None:
+            return
+        if request.state is not State.ABORTED:
+            request.on(Event.RELEASE)
+        del self._requests[key]
+        if request.pages:
+            self._pages.release(request.pages)
+            self._slots.release(request.slot)
+
+    # ------------------------------------------------------------ plan and acknowledgement
+
+    def plan(self, now: float) -> Plan | None:
+        """The next step, or None when nothing can be computed or enough plans are in flight."""
+        if len(self._inflight) >= self.policy.max_inflight:
+            return None
+        grants = self._grants()
+        if not grants:
+            return None
+        self._last_step += 1
+        chunks = [
+            self._chunk(request, grants[request.key], now)
+            for request in (*self._running.values(), *self._waiting)
+            if request.key in grants
+        ]
+        self._waiting = deque(r for r in self._waiting if r.state is State.WAITING)
+        plan = Plan(self._last_step, tuple(chunks))
+        self._inflight.append(plan)
+        return plan
+
+    def advance(self, step_id: int, finished: Collection[tuple[int, int]]) -> list[Chunk]:
+        """Absorb the acknowledgement of the oldest plan; returns its chunks whose request is still the same one.
+
+        finished: (key, epoch) of every prompt for which a token was drawn. Raises AssertionError when plan or
+        prompts are not the ones that were planned: acknowledgements come in order, one per plan.
+        """
+        if not self._inflight or self._inflight[0].step_id != step_id:
+            oldest = self._inflight[0].step_id if self._inflight else None
+            raise AssertionError(f"step {step_id} acknowledged, the oldest in flight is {oldest}")
+        plan = self._inflight.popleft()
+        expected = {(c.key, c.epoch) for c in plan.chunks if c.is_final}
+        if expected != set(finished):
+            raise AssertionError(
+                f"step {step_id} drew tokens for {sorted(finished)}, planned {sorted(expected)}"
+            )
+        current: list[Chunk] = []
+        for chunk in plan.chunks:
+            request = self._requests.get(chunk.key)
+            if request is None or request.epoch != chunk.epoch:
+                continue
+            if chunk.is_final:
+                request.on(Event.TOKEN)
+                self._running.pop(chunk.key)
+            current.append(chunk)
+        return current
+
+    # ------------------------------------------------------------ what is going on
+
+    def pages_for(self, prompt_len: int) -> int:
+        """Pages a prompt occupies."""
+        return -(-prompt_len // self.page_tokens)
+
+    def position(self, key: int) -> int:
+        """Prompts that wait ahead of this one; 0 once it runs."""
+        for ahead, request in enumerate(self._waiting):
+            if request.key == key:
+                return ahead
+        return 0
+
+    def request(self, key: int) -> PrefillRequest | None:
+        """The prompt, or None once it is released."""
+        return self._requests.get(key)
+
+    @property
+    def n_waiting(self) -> int:
+        """Prompts without pages."""
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Prompts being computed."""
+        return len(self._running)
+
+    @property
+    def n_open(self) -> int:
+        """Prompts not yet released, those being sent included."""
+        return len(self._requests)
+
+    @property
+    def n_inflight(self) -> int:
+        """Plans not yet acknowledged."""
+        return len(self._inflight)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that no plan covers yet."""
+        return sum(r.remaining for r in self._waiting) + sum(
+            r.remaining for r in self._running.values()
+        )
+
+    @property
+    def pinned_pages(self) -> int:
+        """Pages of prompts that are computed but not yet let go."""
+        return sum(len(r.pages) for r in self._requests.values() if r.key not in self._running)
+
+    def page_counts(self) -> PageCounts:
+        """Pages by state."""
+        return self._pages.counts()
+
+    def slot_counts(self) -> SlotCounts:
+        """State slots by state."""
+        return self._slots.counts()
+
+    # ------------------------------------------------------------ making a plan
+
+    def _grants(self) -> dict[int, int]:
+        """Tokens of the next step per request: reserve for short ones, shares for long ones, then what is left."""
+        policy = self.policy
+        candidates = self._candidates()
+        short = [r for r in candidates if self._is_short(r)]
+        long = [r for r in candidates if not self._is_short(r)]
+        budget = _Budget(policy.token_budget, policy.chunk_align)
+        reserve = int(policy.short_share * policy.token_budget) if long else policy.token_budget
+        for request in short:
+            before = budget.left
+            budget.give(request, reserve)
+            reserve -= before - budget.left
+        long.sort(key=_least_recently_served)
+        for n_served, request in enumerate(long):
+            budget.give(request, budget.left // (len(long) - n_served))
+        for request in sorted(candidates, key=_least_recently_served):
+            budget.give(request, budget.left)
+        if not budget.granted and candidates:
+            neediest = min(candidates, key=_least_recently_served)
+            budget.granted[neediest.key] = min(neediest.remaining, policy.token_budget)
+        return budget.granted
+
+    def _candidates(self) -> list[PrefillRequest]:
+        """Prompts that a chunk could be given to, in order of arrival; waiting ones only if all of them fit."""
+        found = [r for r in self._running.values() if r.remaining > 0]
+        n_long = sum(not self._is_short(r) for r in found)
+        places = self.policy.max_running - len(self._running)
+        pages, slots = self._pages.available, self._slots.available
+        for request in self._waiting:
+            is_long = not self._is_short(request)
+            if is_long and n_long >= self.policy.max_long:
+                continue  # a short prompt may pass a long one that waits for its turn, but never for memory
+            pages -= self.pages_for(request.prompt_len)
+            slots -= 1
+            places -= 1
+            if min(pages, slots, places) < 0:
+                break
+            n_long += is_long
+            found.append(request)
+        return found
+
+    def _is_short(self, request: PrefillRequest) -> bool:
+        return request.remaining <= self.policy.short_len
+
+    def _chunk(self, request: PrefillRequest, length: int, now: float) -> Chunk:
+        """Freeze the next chunk of a prompt and count it as planned; starts a waiting one."""
+        if request.state is State.WAITING:
+            request.pages = self._pages.allocate(self.pages_for(request.prompt_len))
+            request.slot = self._slots.allocate().index
+            request.started_s = now
+            request.on(Event.START)
+            self._running[request.key] = request
+        start = request.planned
+        request.planned += length
+        request.last_step = self._last_step
+        return Chunk(
+            key=request.key,
+            epoch=request.epoch,
+            start=start,
+            length=length,
+            is_final=request.planned >= request.prompt_len,
+            pages=request.pages[: self.pages_for(request.planned)],
+            read_slot=request.slot if start else ZERO_STATE,
+            write_slot=request.slot,
+        )
+
+
+def _least_recently_served(request: PrefillRequest) -> tuple[int, int]:
+    return request.last_step, request.key
