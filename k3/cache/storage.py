@@ -1,0 +1,109 @@
+"""The pools of one rank: one tensor per `Field` of a `CacheLayout`, and the views the layers use.
+
+Every pool is one contiguous, 4 KiB aligned tensor that is registered once and never moved or freed
+before shutdown. Pages are page-major and slots head-major (`k3/cache/layout.py`), so a layer sees a
+strided view of its pool. `tails` hold what a verify step keeps beyond the transferred convolution
+window; they are never registered.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3.cache.layout import CacheLayout, Field, Unit
+from k3.errors import ConfigError
+from k3.model.batch import StageCaches
+from k3.model.layers import torch_dtype
+
+ALIGNMENT = 4096
+
+
+class Storage:
+    """Allocated pools; `pools[field name]` is what the transfer registers."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        n_pages: int,
+        n_slots: int,
+        device: torch.device,
+        *,
+        fill_nan: bool = False,
+    ) -> None:
+        """n_pages, n_slots: ids are 0..n-1 (n_slots counts state slots, `columns` pool slots each).
+
+        fill_nan: fill with NaN instead of zeros, so that a read of memory nobody wrote shows.
+        """
+        if n_pages < 1 or n_slots < 1:
+            raise ConfigError(f"n_pages={n_pages}, n_slots={n_slots}: both must be at least 1")
+        self.layout = layout
+        self.n_pages, self.n_slots = n_pages, n_slots
+        fill = float("nan") if fill_nan else 0.0
+        self.pools: dict[str, Tensor] = {
+            field.name: _allocate(field, n_pages, n_slots, device).fill_(fill)
+            for field in layout.fields
+        }
+        self._fill = fill
+        self._tails = self._allocate_tails()
+
+    def _allocate_tails(self) -> dict[int, Tensor]:
+        """Per KDA layer [slots, heads, 3, dim, columns - 1]; the last axis is empty without drafts."""
+        conv, columns = self.layout.field("conv"), self.columns
+        if conv is None:
+            return {}
+        heads, _, sections, dim, _ = conv.shape
+        shape = (len(conv.layers), self.n_slots, heads, sections, dim, columns - 1)
+        pool = self.pools["conv"]
+        tails = torch.full(shape, self._fill, dtype=pool.dtype, device=pool.device)
+        return dict(zip(conv.layers, tails, strict=True))
+
+    @property
+    def columns(self) -> int:
+        """Pool slots of the recurrent state per state slot."""
+        kda = self.layout.field("kda")
+        return 1 if kda is None else kda.columns
+
+    def caches(self) -> StageCaches:
+        """Per-layer views of all pools, keyed by global layer index."""
+        return StageCaches(
+            latents=self._views("latent"),
+            states=self._views("kda"),
+            windows=self._views("conv"),
+            tails=self._tails,
+            columns=self.columns,
+        )
+
+    def _views(self, name: str) -> dict[int, Tensor]:
+        """Layer axis: 1 within a page, 2 (after the heads) within a slot."""
+        field = self.layout.field(name)
+        if field is None:
+            return {}
+        axis = 1 if field.unit is Unit.PAGE else 2
+        pool = self.pools[name]
+        return {layer: pool.select(axis, i) for i, layer in enumerate(field.layers)}
+
+    def zero_tail(self, page: int, rows: int) -> None:
+        """Zero the rows `rows ..` of a page in every page field: nothing unwritten leaves this rank."""
+        for field in self.layout.fields:
+            if field.unit is Unit.PAGE:
+                self.pools[field.name][page, :, rows:] = 0
+
+    def zero_slot(self, slot: int) -> None:
+        """Zero a state slot: all its columns, window and tail."""
+        for field in self.layout.fields:
+            if field.unit is Unit.SLOT:
+                first = slot * field.columns
+                self.pools[field.name][first : first + field.columns] = 0
+        for tail in self._tails.values():
+            tail[slot] = 0
+
+
+def _allocate(field: Field, n_pages: int, n_slots: int, device: torch.device) -> Tensor:
+    """An aligned tensor [units, *shape]; the allocation is a little larger than the tensor."""
+    units = n_pages if field.unit is Unit.PAGE else n_slots * field.columns
+    dtype = torch_dtype(field.dtype)
+    raw = torch.empty(units * field.unit_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    skip = -raw.data_ptr() % ALIGNMENT
+    aligned = raw[skip : skip + units * field.unit_bytes]
+    return aligned.view(dtype).view(units, *field.shape)

@@ -1,0 +1,128 @@
+"""Kimi Delta Attention layer: projections, short convolution, gate, recurrence, gated output norm.
+
+The input projections are one matrix: q, k, v interleaved per head (so that a head's convolution
+window is one piece, as in the pools), then the low-rank or full output gate, the decay gate's first
+factor and beta. State and window are continued from a read slot and left in a write slot.
+
+Letters: T tokens, B rows, G group tokens, D hidden size, H heads of this rank, K head dim, w conv width.
+"""
+
+from __future__ import annotations
+
+import torch
+from k3_kernels.api import KdaOps
+from k3_kernels.reference.kda import l2_normalize
+from k3_kernels.reference.norm import gated_rms_norm
+from torch import Tensor
+
+from k3.model.batch import ChunkBatch, StageCaches, VerifyBatch
+from k3.model.layers import linear, wide
+from k3.model.spec import QK_NORM_EPS, K3Spec
+from k3.model.weights import Weights
+from k3.parallel.mesh import Place
+
+
+class Kda:
+    """One layer's attention; returns a partial sum over the shard group."""
+
+    def __init__(
+        self, spec: K3Spec, place: Place, ops: KdaOps, weights: Weights, layer: int, prefix: str
+    ) -> None:
+        """prefix: `model.layers.{layer}.self_attn.`."""
+        self.spec = spec.kda
+        self.eps = spec.rms_norm_eps
+        self.ops = ops
+        self.layer = layer
+        shard = place.shard
+        heads, dim = shard.size(spec.kda.n_heads), spec.kda.head_dim
+        self.n_heads, self.head_dim = heads, dim
+        acc = wide(weights.dtype)
+
+        parts = [weights.take(f"{prefix}{s}_proj.weight", shard=shard) for s in ("q", "k", "v")]
+        qkv = torch.stack([part.view(heads, dim, -1) for part in parts], 1).flatten(0, 2)
+        if spec.kda.full_rank_gate:
+            gate = weights.take(f"{prefix}g_proj.weight", shard=shard)
+        else:
+            gate = weights.take(f"{prefix}g_a_proj.weight")
+            self.g_b = weights.take(f"{prefix}g_b_proj.weight", shard=shard)
+        f_a = weights.take(f"{prefix}f_a_proj.weight")
+        beta = weights.take(f"{prefix}b_proj.weight", shard=shard)
+        self.entry = torch.cat((qkv, gate, f_a, beta))
+        self.widths = (qkv.shape[0], gate.shape[0], f_a.shape[0], beta.shape[0])
+        self.f_b = weights.take(f"{prefix}f_b_proj.weight", shard=shard)
+
+        convs = [
+            weights.take(f"{prefix}{s}_conv1d.weight", shard=shard, dtype=acc)
+            for s in ("q", "k", "v")
+        ]
+        self.conv_HSKw = torch.stack([c.reshape(heads, dim, -1) for c in convs], 1).contiguous()
+        # A_log may be zero-padded: cut to the real heads before splitting.
+        a_log = weights.take(f"{prefix}A_log", dtype=acc).flatten()[: spec.kda.n_heads]
+        self.decay_H = a_log[shard.of(spec.kda.n_heads)].exp()
+        self.dt_bias = weights.take(f"{prefix}dt_bias", shard=shard, dtype=acc)
+        self.o_norm = weights.take(f"{prefix}o_norm.weight", dtype=acc)
+        self.o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+
+    def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Convolution input [T, H, 3, K], output gate [T, H, K], log decay g (wide), beta (wide)."""
+        u, gate, f_a, beta = linear(x_TD, self.entry).split(self.widths, -1)
+        if not self.spec.full_rank_gate:
+            gate = linear(gate, self.g_b)
+        heads = (-1, self.n_heads, self.head_dim)
+        raw = linear(f_a, self.f_b).to(self.dt_bias.dtype) + self.dt_bias
+        g = self.ops.gate(raw.view(heads), self.decay_H, self.spec.gate_lower_bound)
+        u_THSK = u.view(-1, self.n_heads, 3, self.head_dim)
+        return u_THSK, gate.view(heads), g, torch.sigmoid(beta.to(g.dtype))
+
+    def _qkv(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolved [..., H, 3, K] -> normalised q and k, and v."""
+        qk = l2_normalize(y[..., :2, :], QK_NORM_EPS)
+        return qk[..., 0, :] * self.head_dim**-0.5, qk[..., 1, :], y[..., 2, :]
+
+    def _leave(self, o_THK: Tensor, gate_THK: Tensor) -> Tensor:
+        o = gated_rms_norm(o_THK, gate_THK, self.o_norm, self.eps)
+        return linear(o.flatten(1), self.o_proj)
+
+    def chunk(self, x_TD: Tensor, caches: StageCaches, batch: ChunkBatch) -> Tensor:
+        """Each request continues from its read slot (-1: zeros) and leaves its write slot."""
+        u, gate, g, beta = self._enter(x_TD)
+        states, windows = caches.states[self.layer], caches.windows[self.layer]
+        outputs: list[Tensor] = []
+        for r, (read, write) in enumerate(zip(batch.read_slots, batch.write_slots, strict=True)):
+            at = slice(batch.cu_lens[r], batch.cu_lens[r + 1])
+            window, state = windows[read], states[read * caches.columns]
+            if read < 0:
+                window, state = torch.zeros_like(window), torch.zeros_like(state)
+            y, window = self.ops.conv_chunk(u[at], self.conv_HSKw, window)
+            q, k, v = self._qkv(y)
+            o, state = self.ops.chunk(q, k, v, g[at], beta[at], state.to(q.dtype))
+            windows[write] = window.to(windows.dtype)
+            states[write * caches.columns] = state.to(states.dtype)
+            outputs.append(o)
+        return self._leave(torch.cat(outputs), gate)
+
+    def verify(self, x_TD: Tensor, caches: StageCaches, batch: VerifyBatch) -> Tensor:
+        """One group per row from its read column; one state and one window column stay per token."""
+        u, gate, g, beta = self._enter(x_TD)
+        rows = (-1, batch.group)
+        y = self.ops.conv_verify(
+            u.unflatten(0, rows),
+            self.conv_HSKw,
+            caches.windows[self.layer],
+            caches.tails[self.layer],
+            batch.state_slots_B,
+            batch.read_column_B,
+        )
+        q, k, v = self._qkv(y)
+        o = self.ops.verify(
+            q,
+            k,
+            v,
+            g.unflatten(0, rows),
+            beta.unflatten(0, rows),
+            caches.states[self.layer],
+            batch.state_slots_B,
+            batch.read_column_B,
+            caches.columns,
+        )
+        return self._leave(o.flatten(0, 1), gate)

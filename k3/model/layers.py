@@ -1,0 +1,83 @@
+"""Pieces shared by all layers: dtypes, gated MLP, embedding and head.
+
+Letters: T tokens, D hidden size, F inner width of this rank, V vocabulary of this rank.
+A column-parallel matrix holds a range of outputs, a row-parallel one a range of inputs; the sum over
+the shard group follows the row-parallel one.
+"""
+
+from __future__ import annotations
+
+import torch
+from k3_kernels.reference.norm import rms_norm, situ
+from k3_kernels.reference.precision import wide
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from k3.errors import ModelError
+from k3.model.spec import SituSpec
+from k3.model.weights import Weights
+from k3.parallel.collectives import Collectives
+from k3.parallel.mesh import Shard
+
+__all__ = ["Embedding", "GatedMlp", "Head", "linear", "rms_norm", "situ", "torch_dtype", "wide"]
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`. Raises ModelError for one the model does not run in."""
+    if name not in DTYPES:
+        raise ModelError(f"dtype {name!r}: the model runs in {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+class GatedMlp:
+    """down(situ(gate x, up x)); dense and shared-expert form. Returns a partial sum over the shard group."""
+
+    def __init__(self, weights: Weights, prefix: str, situ_spec: SituSpec, shard: Shard) -> None:
+        gate = weights.take(f"{prefix}gate_proj.weight", shard=shard)
+        up = weights.take(f"{prefix}up_proj.weight", shard=shard)
+        self.gate_up = torch.cat((gate, up))  # [2F, D]
+        self.down = weights.take(f"{prefix}down_proj.weight", axis=1, shard=shard)
+        self.situ = situ_spec
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Partial output of this rank's inner width."""
+        return self.tail(linear(x_TD, self.gate_up))
+
+    def tail(self, gate_up_TF: Tensor) -> Tensor:
+        """From the joint gate and up projection [T, 2F] on; callers may fuse that projection."""
+        gate, up = gate_up_TF.chunk(2, -1)
+        return linear(situ(gate, up, self.situ.beta, self.situ.linear_beta), self.down)
+
+
+class Embedding:
+    """Token table, rows split over the shard group."""
+
+    def __init__(self, weights: Weights, vocab_size: int, shard: Shard, comm: Collectives) -> None:
+        self.table_VD = weights.take("model.embed_tokens.weight", shard=shard)
+        self.rows = shard.of(vocab_size)
+        self.comm = comm
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        """Rows of the table, [T, D]. Ids outside 0..vocab-1 are a bug of the caller."""
+        if self.comm.size == 1:
+            return embedding(ids_T, self.table_VD)
+        local = ids_T - self.rows.start
+        elsewhere = (local < 0) | (local >= self.table_VD.shape[0])
+        x = embedding(local.masked_fill(elsewhere, 0), self.table_VD)
+        return self.comm.all_reduce(x.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class Head:
+    """Hidden rows to logits over the whole vocabulary."""
+
+    def __init__(self, table_VD: Tensor, comm: Collectives) -> None:
+        """table_VD: this rank's rows of lm_head (or of the tied embedding)."""
+        self.table_VD = table_VD
+        self.comm = comm
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, vocab], wide dtype, equal on every rank of the shard group."""
+        logits = linear(hidden_TD, self.table_VD)
+        return self.comm.all_gather(logits, -1).to(wide(logits.dtype))

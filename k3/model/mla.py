@@ -1,0 +1,122 @@
+"""Gated NoPE multi-head latent attention: expanded form for chunks, absorbed form for verify groups.
+
+Cached per token: the normalised latent and the shared key dims, nothing positional. Queries are
+computed for the heads of `place.query_shard`; gate, value up-projection and output for those of
+`place.shard`. With a context-parallel group the partial outputs are exchanged by head and merged.
+
+Letters: T tokens, D hidden size, H query heads, J output heads of this rank, N + R query dims,
+C latent width, K = C + R, V value dims.
+"""
+
+from __future__ import annotations
+
+import torch
+from k3_kernels.api import AttentionOps
+from k3_kernels.reference.mla import DecodePlan
+from torch import Tensor
+
+from k3.model.batch import ChunkBatch, VerifyBatch
+from k3.model.layers import linear, rms_norm
+from k3.model.spec import LORA_NORM_EPS, K3Spec
+from k3.model.weights import Weights
+from k3.parallel.collectives import Groups
+from k3.parallel.mesh import Place, Shard
+
+
+class Mla:
+    """One layer's attention; returns a partial sum over the shard group."""
+
+    def __init__(
+        self,
+        spec: K3Spec,
+        place: Place,
+        groups: Groups,
+        ops: AttentionOps,
+        weights: Weights,
+        prefix: str,
+    ) -> None:
+        """prefix: `model.layers.{i}.self_attn.`."""
+        self.spec = spec.mla
+        self.ops = ops
+        self.context = groups.context
+        mla, query, out = spec.mla, place.query_shard, place.shard
+        self.n_heads, self.n_out = query.size(mla.n_heads), out.size(mla.n_heads)
+
+        entries = [weights.take(f"{prefix}kv_a_proj_with_mqa.weight")]
+        if mla.q_lora_rank is None:
+            entries.append(weights.take(f"{prefix}q_proj.weight", shard=query))
+        else:
+            entries.append(weights.take(f"{prefix}q_a_proj.weight"))
+            self.q_norm = weights.take(f"{prefix}q_a_layernorm.weight")
+            self.q_b = weights.take(f"{prefix}q_b_proj.weight", shard=query)
+        if mla.output_gate:
+            entries.append(weights.take(f"{prefix}g_proj.weight", shard=out))
+        self.widths = tuple(entry.shape[0] for entry in entries)
+        self.entry = torch.cat(entries)  # one projection of the input: latent, query, gate
+        self.kv_norm = weights.take(f"{prefix}kv_a_layernorm.weight")
+        self.o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=out)
+
+        kv_up = weights.take(f"{prefix}kv_b_proj.weight", shard=query)
+        self.kv_up_HDC = kv_up.view(self.n_heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
+        self.k_up_HNC = self.kv_up_HDC[:, : mla.nope_dim]
+        own = Shard(place.cp_rank, place.mesh.cp).of(self.n_heads)
+        self.v_up_JCV = self.kv_up_HDC[own, mla.nope_dim :].transpose(1, 2)
+
+    def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries [T, H, N + R], latent rows [T, K], gate [T, J * V] or None."""
+        latent, query, *gate = linear(x_TD, self.entry).split(self.widths, -1)
+        rank = self.spec.kv_lora_rank
+        normed = rms_norm(latent[:, :rank], self.kv_norm, LORA_NORM_EPS)
+        if self.spec.q_lora_rank is not None:
+            query = linear(rms_norm(query, self.q_norm, LORA_NORM_EPS), self.q_b)
+        query_THD = query.view(-1, self.n_heads, self.spec.query_dim)
+        return query_THD, torch.cat((normed, latent[:, rank:]), -1), gate[0] if gate else None
+
+    def _leave(self, o_TJV: Tensor, gate: Tensor | None) -> Tensor:
+        o = o_TJV.flatten(1)
+        return linear(o if gate is None else o * torch.sigmoid(gate), self.o_proj)
+
+    def chunk(self, x_TD: Tensor, latents: Tensor, batch: ChunkBatch) -> Tensor:
+        """Write the chunk's latents, then attend causally over everything cached. Needs cp = 1."""
+        query, latent, gate = self._enter(x_TD)
+        self.ops.write(latents, batch.slot_T, latent)
+        o = self.ops.prefill(
+            query,
+            latents,
+            batch.page_table_RW,
+            batch.cu_lens,
+            batch.starts,
+            self.kv_up_HDC,
+            self.spec.scale,
+        )
+        return self._leave(o, gate)
+
+    def verify(self, x_TD: Tensor, latents: Tensor, batch: VerifyBatch, plan: DecodePlan) -> Tensor:
+        """Write the owned latents, attend within the bounds, exchange and merge over context ranks."""
+        query, latent, gate = self._enter(x_TD)
+        self.ops.write(latents, batch.slot_T, latent)
+        q_n, q_r = query.split((self.spec.nope_dim, self.spec.rope_dim), -1)
+        absorbed = torch.bmm(q_n.transpose(0, 1), self.k_up_HNC).transpose(0, 1)
+        q_THK = torch.cat((absorbed, q_r), -1)
+        o, lse = self.ops.decode(q_THK, latents, plan, self.spec.scale, self.spec.kv_lora_rank)
+        if self.context.size > 1:
+            o = self._exchange(o, lse)
+        o_JTV = torch.bmm(o.transpose(0, 1), self.v_up_JCV)
+        return self._leave(o_JTV.transpose(0, 1), gate)
+
+    def _exchange(self, o_THC: Tensor, lse_TH: Tensor) -> Tensor:
+        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, C].
+
+        One packed message per rank: the bytes of the output beside those of its log-sum-exp.
+        """
+
+        def by_rank(x: Tensor) -> Tensor:  # [ranks, T, J, bytes]
+            split = x.unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
+            return split.contiguous().view(torch.uint8)
+
+        sent = torch.cat((by_rank(o_THC), by_rank(lse_TH.unsqueeze(-1))), -1)
+        received = self.context.all_to_all(sent)
+        o_bytes = received.shape[-1] - lse_TH.element_size()
+        o = received[..., :o_bytes].contiguous().view(o_THC.dtype)
+        lse = received[..., o_bytes:].contiguous().view(lse_TH.dtype).squeeze(-1)
+        return self.ops.merge(o, lse)[0]

@@ -1,0 +1,123 @@
+"""Feed-forward of MoE layers: router, routed experts in the latent space, shared experts.
+
+The router reads the full-width input; routed experts read a down-projection of it. The norm between
+the experts' sum and the up-projection is nonlinear, so partial sums of expert-parallel ranks are
+reduced before it; the shared experts' partial sum is reduced after.
+
+Letters: T tokens, D hidden size, E experts of this rank, Z expert width, F expert inner width.
+"""
+
+from __future__ import annotations
+
+import torch
+from k3_kernels.api import MoeOps
+from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
+from k3_kernels.reference.mxfp4 import unpack
+from torch import Tensor
+
+from k3.errors import ModelError
+from k3.model.layers import GatedMlp, linear, rms_norm, wide
+from k3.model.names import expert_name
+from k3.model.spec import K3Spec
+from k3.model.weights import Weights
+from k3.parallel.collectives import Collectives
+from k3.parallel.mesh import Place
+
+
+class Moe:
+    """One layer's experts; returns the complete output of its routed part plus a partial shared sum."""
+
+    def __init__(
+        self,
+        spec: K3Spec,
+        place: Place,
+        comm: Collectives,
+        ops: MoeOps,
+        weights: Weights,
+        layer: int,
+        moe_weights: str,
+    ) -> None:
+        """moe_weights: `dequant` (unpack MXFP4 once, now) or `packed` (unpack per use)."""
+        moe = spec.moe
+        self.spec, self.situ, self.eps = moe, spec.situ, spec.rms_norm_eps
+        self.ops, self.comm = ops, comm
+        prefix = f"model.layers.{layer}.block_sparse_moe."
+        acc = wide(weights.dtype)
+        self.gate = weights.take(f"{prefix}gate.weight", dtype=acc)
+        self.bias = weights.take(f"{prefix}gate.e_score_correction_bias", dtype=acc)
+        self.rule = Routing(
+            moe.top_k, moe.router, moe.renormalize, moe.scaling, moe.n_groups, moe.top_groups
+        )
+        self.experts = load_experts(spec, place, weights, layer, moe_weights)
+        self.shared = None
+        if moe.n_shared:
+            shared = f"{prefix}shared_experts."
+            self.shared = GatedMlp(weights, shared, spec.situ, place.shard)
+        if moe.latent is not None:
+            self.down = weights.take(f"{prefix}routed_expert_down_proj.weight")
+            self.up = weights.take(f"{prefix}routed_expert_up_proj.weight")
+        if moe.latent_norm:
+            self.norm = weights.take(f"{prefix}routed_expert_norm.weight")
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids [T, k] and weights [T, k] (wide)."""
+        return self.ops.route(x_TD, self.gate, self.bias, self.rule)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """[T, D], complete on every rank of the shard group."""
+        ids, weight = self.route(x_TD)
+        z = x_TD if self.spec.latent is None else linear(x_TD, self.down)
+        y = self.ops.experts(z, ids, weight, self.experts, self.situ.beta, self.situ.linear_beta)
+        y = self.comm.all_reduce(y).to(x_TD.dtype)
+        if self.spec.latent_norm:
+            y = rms_norm(y, self.norm, self.eps)
+        if self.spec.latent is not None:
+            y = linear(y, self.up)
+        return y if self.shared is None else y + self.comm.all_reduce(self.shared(x_TD))
+
+
+def load_experts(
+    spec: K3Spec, place: Place, weights: Weights, layer: int, moe_weights: str
+) -> ExpertWeights:
+    """This rank's experts of `layer`, split by expert id."""
+    if moe_weights not in ("dequant", "packed"):
+        raise ModelError(f"moe_weights={moe_weights!r}: expected dequant or packed")
+    moe = spec.moe
+    own = place.shard.of(moe.n_experts)
+    count, z = own.stop - own.start, moe.expert_in(spec.hidden_size)
+    if spec.mxfp4_experts and moe_weights == "packed":
+        return _packed(weights, layer, own)
+    make = {"dtype": weights.dtype, "device": weights.device}
+    w13 = torch.empty(count, 2 * moe.width, z, **make)
+    w2 = torch.empty(count, z, moe.width, **make)
+    for i, expert in enumerate(range(own.start, own.stop)):
+        w13[i, : moe.width] = _matrix(spec, weights, expert_name(layer, expert, "w1"))
+        w13[i, moe.width :] = _matrix(spec, weights, expert_name(layer, expert, "w3"))
+        w2[i] = _matrix(spec, weights, expert_name(layer, expert, "w2"))
+    return DenseExperts(own.start, w13, w2)
+
+
+def _matrix(spec: K3Spec, weights: Weights, name: str) -> Tensor:
+    if not spec.mxfp4_experts:
+        return weights.take(f"{name}.weight")
+    packed = weights.take(f"{name}.weight_packed", keep_dtype=True)
+    scale = weights.take(f"{name}.weight_scale", keep_dtype=True)
+    return unpack(packed, scale, weights.dtype)
+
+
+def _packed(weights: Weights, layer: int, own: slice) -> PackedExperts:
+    def stacked(matrix: str, part: str) -> Tensor:
+        names = (expert_name(layer, expert, matrix) for expert in range(own.start, own.stop))
+        return torch.stack([weights.take(f"{n}.{part}", keep_dtype=True) for n in names])
+
+    def joint(part: str) -> Tensor:
+        return torch.cat((stacked("w1", part), stacked("w3", part)), 1)
+
+    return PackedExperts(
+        first=own.start,
+        w13_packed=joint("weight_packed"),
+        w13_scale=joint("weight_scale"),
+        w2_packed=stacked("w2", "weight_packed"),
+        w2_scale=stacked("w2", "weight_scale"),
+        dtype=weights.dtype,
+    )

@@ -1,0 +1,470 @@
+"""What a Kimi-K3-family model is: `K3Spec`, read from a Hugging Face `config.json`.
+
+Lives here: every number the model code, the cache layout and the capacity formulas need.
+Not here: tensor names (`names.py`), weights, anything that imports torch.
+A config that lacks a required field is refused by name; nothing is defaulted, because a silently
+defaulted width gives a model that runs and is wrong. Nullable fields may be absent: absent is null.
+Dispatch is on the *wrapper's* `architectures`; the inner text config carries the identity of the
+older Kimi-Linear and says nothing. A bare text config (no wrapper) is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+from k3.errors import ModelError
+
+K3_ARCHITECTURE = "KimiK3ForConditionalGeneration"
+ARCHITECTURES = {
+    K3_ARCHITECTURE: K3_ARCHITECTURE,
+    # K3.1 is served by the K3 class, every number from its own config.
+    "KimiK31ForConditionalGeneration": K3_ARCHITECTURE,
+}
+TEXT_MODEL_TYPE = "kimi_linear"
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+QK_NORM_EPS = 1e-6  # KDA query/key L2 norm: fixed, not rms_norm_eps
+LORA_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm: fixed, not rms_norm_eps
+
+
+class LayerKind(StrEnum):
+    """Which attention a layer has."""
+
+    MLA = "mla"
+    KDA = "kda"
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Gated NoPE multi-head latent attention. The rope dims exist but are never rotated."""
+
+    n_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    output_gate: bool
+
+    @property
+    def latent_width(self) -> int:
+        """Values cached per token and layer: normalised latent, then the shared key dims."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Query and key dims of one head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale; the same in expanded and absorbed form."""
+        return self.query_dim**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class KdaSpec:
+    """Kimi Delta Attention. Key and value dims are both `head_dim`."""
+
+    n_heads: int
+    head_dim: int
+    conv_width: int
+    full_rank_gate: bool
+    gate_lower_bound: float | None
+
+    @property
+    def width(self) -> int:
+        """Channels of q, k and v each."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def window(self) -> int:
+        """Columns of the convolution window that are kept between tokens."""
+        return self.conv_width - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Routed experts in a latent space beside always-on shared experts."""
+
+    n_experts: int
+    top_k: int
+    n_shared: int
+    width: int
+    latent: int | None
+    latent_norm: bool
+    router: str  # "sigmoid" | "softmax"
+    renormalize: bool
+    scaling: float
+    n_groups: int
+    top_groups: int
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared experts as one MLP."""
+        return self.n_shared * self.width
+
+    def expert_in(self, hidden_size: int) -> int:
+        """Width at which routed experts read and write."""
+        return self.latent if self.latent is not None else hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class SituSpec:
+    """Soft-clip constants of the activation; `linear_beta` None leaves the up branch untouched."""
+
+    beta: float
+    linear_beta: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class K3Spec:
+    """One model. Layer indices are 0-based here, also where the config file counts from 1."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layer_kinds: tuple[LayerKind, ...]
+    mla: MlaSpec
+    kda: KdaSpec
+    moe: MoeSpec
+    situ: SituSpec
+    dense_width: int
+    first_dense: int
+    moe_every: int
+    attn_res_block: int | None
+    rms_norm_eps: float
+    tied_embeddings: bool
+    max_position_embeddings: int
+    dtype: str
+    mxfp4_experts: bool
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    media_token_id: int | None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.layer_kinds)
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Width of the cached latent, without the shared key dims."""
+        return self.mla.kv_lora_rank
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Shared key dims cached beside the latent (never rotated)."""
+        return self.mla.rope_dim
+
+    @property
+    def kda_heads(self) -> int:
+        """KDA heads of the whole model."""
+        return self.kda.n_heads
+
+    @property
+    def kda_head_dim(self) -> int:
+        """KDA key and value dims of a head."""
+        return self.kda.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Taps of the short convolution, the current token included."""
+        return self.kda.conv_width
+
+    def is_mla(self, layer: int) -> bool:
+        """Whether `layer` is a full-attention layer (the others are KDA)."""
+        return self.layer_kinds[layer] is LayerKind.MLA
+
+    def layers_of(self, kind: LayerKind, layers: range | None = None) -> tuple[int, ...]:
+        """Global indices of the layers of `kind`, within `layers` (default: all)."""
+        return tuple(i for i in layers or range(self.num_layers) if self.layer_kinds[i] is kind)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether `layer` has routed experts (the others are dense)."""
+        return layer >= self.first_dense and layer % self.moe_every == 0
+
+    def bank_depth(self, layer: int) -> int:
+        """AttnRes blocks that exist when `layer` starts; `num_layers` means after the last layer."""
+        return 0 if self.attn_res_block is None else -(-layer // self.attn_res_block)
+
+    def latent_bytes_per_token(self, dtype: str, layers: range | None = None) -> int:
+        """MLA cache bytes of one token over `layers`, on a rank that holds the token."""
+        n = len(self.layers_of(LayerKind.MLA, layers))
+        return n * self.mla.latent_width * ITEM_BYTES[dtype]
+
+    def recurrent_bytes_per_request(
+        self, dtype: str = "float32", layers: range | None = None
+    ) -> int:
+        """Recurrent KDA state of one request over all heads."""
+        n = len(self.layers_of(LayerKind.KDA, layers))
+        return n * self.kda.n_heads * self.kda.head_dim**2 * ITEM_BYTES[dtype]
+
+    def conv_bytes_per_request(self, dtype: str, layers: range | None = None) -> int:
+        """Convolution windows (q, k, v) of one request over all heads."""
+        n = len(self.layers_of(LayerKind.KDA, layers))
+        return n * 3 * self.kda.width * self.kda.window * ITEM_BYTES[dtype]
+
+    def state_bytes_per_request(
+        self, conv_dtype: str, state_dtype: str = "float32", layers: range | None = None
+    ) -> int:
+        """KDA state and convolution windows of one request over all heads."""
+        return self.recurrent_bytes_per_request(state_dtype, layers) + self.conv_bytes_per_request(
+            conv_dtype, layers
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> K3Spec:
+        """Read `folder/config.json`. Raises ModelError naming the file or the field."""
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelError(
+                f"cannot read {path}: {error.strerror}; expected a model folder with a config.json "
+                "and safetensors files; point model.path at one"
+            ) from error
+        except ValueError as error:
+            raise ModelError(f"{path} is not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
+        return cls.from_config(cast("dict[str, Any]", config), str(path))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> K3Spec:
+        """Read a wrapper config or a bare text config. Raises ModelError naming the field."""
+        wrapper = _Fields(config, where)
+        if "text_config" in config:
+            text = wrapper.section("text_config")
+            architecture = _architecture(wrapper)
+        else:
+            text, architecture = wrapper, _bare_architecture(wrapper)
+        linear = text.section("linear_attn_config")
+        _refuse_unsupported(text)
+        return cls(
+            architecture=architecture,
+            vocab_size=text.size("vocab_size"),
+            hidden_size=text.size("hidden_size"),
+            layer_kinds=_layer_kinds(text, linear),
+            mla=_mla(text),
+            kda=_kda(linear),
+            moe=_moe(text),
+            situ=_situ(text),
+            dense_width=text.size("intermediate_size"),
+            first_dense=text.count("first_k_dense_replace"),
+            moe_every=text.size("moe_layer_freq"),
+            attn_res_block=text.nullable_size("attn_res_block_size"),
+            rms_norm_eps=text.number("rms_norm_eps"),
+            tied_embeddings=text.flag("tie_word_embeddings"),
+            max_position_embeddings=text.size("max_position_embeddings"),
+            dtype=_dtype(text, wrapper),
+            mxfp4_experts=_mxfp4(text, wrapper),
+            bos_token_id=_token_id("bos_token_id", wrapper, text),
+            eos_token_id=_token_id("eos_token_id", wrapper, text),
+            pad_token_id=_token_id("pad_token_id", wrapper, text),
+            media_token_id=_token_id("media_placeholder_token_id", wrapper, text),
+        )
+
+
+class _Fields:
+    """Typed reads from one JSON object; every error names the field's full path."""
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        self.values = values
+        self.path = path
+
+    def error(self, name: str, got: object, expected: str) -> ModelError:
+        return ModelError(f"{self.path}: {name}={got!r}: expected {expected}")
+
+    def required(self, name: str, expected: str) -> Any:
+        if name not in self.values:
+            raise ModelError(
+                f"{self.path}: required field {name!r} is missing: expected {expected}; fields of "
+                "the model config are never defaulted, take it from the released config"
+            )
+        return self.values[name]
+
+    def section(self, name: str) -> _Fields:
+        value = self.required(name, "an object")
+        if not isinstance(value, dict):
+            raise self.error(name, value, "an object")
+        return _Fields(cast("dict[str, Any]", value), f"{self.path}: {name}")
+
+    def _integer(self, name: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(name, value, f"an integer of at least {least}")
+        return value
+
+    def size(self, name: str) -> int:
+        return self._integer(name, self.required(name, "a positive integer"), 1)
+
+    def count(self, name: str) -> int:
+        return self._integer(name, self.required(name, "a non-negative integer"), 0)
+
+    def nullable_size(self, name: str) -> int | None:
+        value = self.values.get(name)
+        return None if value is None else self._integer(name, value, 1)
+
+    def flag(self, name: str) -> bool:
+        value = self.required(name, "true or false")
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.required(name, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, value, "a number")
+        return float(value)
+
+    def nullable_number(self, name: str) -> float | None:
+        return None if self.values.get(name) is None else self.number(name)
+
+    def choice(self, name: str, *allowed: str) -> str:
+        value = self.required(name, " or ".join(allowed))
+        if value not in allowed:
+            raise self.error(name, value, " or ".join(allowed) + "; nothing else is supported")
+        return str(value)
+
+    def layer_list(self, name: str) -> tuple[int, ...]:
+        value = self.required(name, "a list of 1-based layer numbers")
+        if not isinstance(value, list):
+            raise self.error(name, value, "a list of 1-based layer numbers")
+        return tuple(self._integer(name, item, 1) for item in cast("list[Any]", value))
+
+
+def _architecture(wrapper: _Fields) -> str:
+    value = wrapper.required("architectures", f"[{K3_ARCHITECTURE!r}]")
+    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    if not listed or listed[0] not in ARCHITECTURES:
+        raise wrapper.error("architectures", value, f"a list with one of {sorted(ARCHITECTURES)}")
+    return ARCHITECTURES[listed[0]]
+
+
+def _bare_architecture(text: _Fields) -> str:
+    """A text config alone. Its own `architectures` is the older Kimi-Linear's and is not read."""
+    text.choice("model_type", TEXT_MODEL_TYPE)
+    return K3_ARCHITECTURE
+
+
+def _refuse_unsupported(text: _Fields) -> None:
+    if not text.flag("mla_use_nope"):
+        raise text.error(
+            "mla_use_nope", False, "true; rotary positions in MLA layers are not implemented"
+        )
+    text.choice("hidden_act", "situ")
+    text.choice("topk_method", "noaux_tc")
+    heads, kv_heads = text.size("num_attention_heads"), text.size("num_key_value_heads")
+    if heads != kv_heads:
+        raise text.error("num_key_value_heads", kv_heads, f"num_attention_heads={heads}")
+
+
+def _layer_kinds(text: _Fields, linear: _Fields) -> tuple[LayerKind, ...]:
+    n_layers = text.size("num_hidden_layers")
+    kda, full = linear.layer_list("kda_layers"), linear.layer_list("full_attn_layers")
+    if sorted(kda + full) != list(range(1, n_layers + 1)):
+        raise ModelError(
+            f"{linear.path}: kda_layers {list(kda)} and full_attn_layers {list(full)} must be "
+            f"disjoint and together name each of the layers 1..{n_layers} once"
+        )
+    mla = set(full)
+    return tuple(LayerKind.MLA if i in mla else LayerKind.KDA for i in range(1, n_layers + 1))
+
+
+def _mla(text: _Fields) -> MlaSpec:
+    return MlaSpec(
+        n_heads=text.size("num_attention_heads"),
+        q_lora_rank=text.nullable_size("q_lora_rank"),
+        kv_lora_rank=text.size("kv_lora_rank"),
+        nope_dim=text.size("qk_nope_head_dim"),
+        rope_dim=text.size("qk_rope_head_dim"),
+        v_dim=text.size("v_head_dim"),
+        output_gate=text.flag("mla_use_output_gate"),
+    )
+
+
+def _kda(linear: _Fields) -> KdaSpec:
+    lower_bound = linear.nullable_number("gate_lower_bound")
+    if lower_bound is not None and lower_bound >= 0:
+        raise linear.error("gate_lower_bound", lower_bound, "a negative number or null")
+    return KdaSpec(
+        n_heads=linear.size("num_heads"),
+        head_dim=linear.size("head_dim"),
+        conv_width=linear.size("short_conv_kernel_size"),
+        full_rank_gate=linear.flag("use_full_rank_gate"),
+        gate_lower_bound=lower_bound,
+    )
+
+
+def _moe(text: _Fields) -> MoeSpec:
+    latent = text.nullable_size("routed_expert_hidden_size")
+    grouped = text.flag("use_grouped_topk")
+    moe = MoeSpec(
+        n_experts=text.size("num_experts"),
+        top_k=text.size("num_experts_per_token"),
+        n_shared=text.count("num_shared_experts"),
+        width=text.size("moe_intermediate_size"),
+        latent=latent,
+        latent_norm=latent is not None and text.flag("latent_moe_use_norm"),
+        router=text.choice("moe_router_activation_func", "sigmoid", "softmax"),
+        renormalize=text.flag("moe_renormalize"),
+        scaling=text.number("routed_scaling_factor"),
+        n_groups=text.size("num_expert_group") if grouped else 1,
+        top_groups=text.size("topk_group") if grouped else 1,
+    )
+    if moe.top_k > moe.n_experts:
+        raise text.error("num_experts_per_token", moe.top_k, f"at most {moe.n_experts} experts")
+    if moe.n_experts % moe.n_groups or moe.top_groups > moe.n_groups:
+        raise text.error(
+            "num_expert_group",
+            moe.n_groups,
+            f"a divisor of num_experts={moe.n_experts}, at least topk_group={moe.top_groups}",
+        )
+    return moe
+
+
+def _situ(text: _Fields) -> SituSpec:
+    beta = text.nullable_number("activation_situ_beta")
+    return SituSpec(
+        beta=1.0 if beta is None else beta,
+        linear_beta=text.nullable_number("activation_situ_linear_beta"),
+    )
+
+
+def _dtype(text: _Fields, wrapper: _Fields) -> str:
+    for fields in (text, wrapper):
+        for name in ("dtype", "torch_dtype"):
+            if name in fields.values:
+                return fields.choice(name, *ITEM_BYTES)
+    return str(text.required("dtype", " or ".join(ITEM_BYTES)))
+
+
+def _mxfp4(text: _Fields, wrapper: _Fields) -> bool:
+    """Whether routed experts are stored as MXFP4. Any other quantisation is refused."""
+    for fields in (text, wrapper):
+        if fields.values.get("quantization_config") is not None:
+            section = fields.section("quantization_config")
+            section.choice("quant_method", "compressed-tensors")
+            section.choice("format", "mxfp4-pack-quantized")
+            groups = section.section("config_groups")
+            for name in groups.values:
+                size = groups.section(name).section("weights").size("group_size")
+                if size != 32:
+                    raise section.error("group_size", size, "32")
+            return True
+    return False
+
+
+def _token_id(name: str, *sections: _Fields) -> int | None:
+    for fields in sections:
+        value = fields.values.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise fields.error(name, value, "one token id")
+            return value
+    return None

@@ -1,0 +1,222 @@
+"""The operations the model calls, and `select`, which chooses their implementations once.
+
+`Ops` bundles four groups behind protocols; every backend offers the same signatures as the torch
+reference, which is always available and runs on any device. An unknown or unavailable backend is
+refused here with the remedy; nothing falls back silently.
+`capturable` says whether a verify step with these ops may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from k3_kernels.reference import attnres, conv, kda, lse, mla, moe
+from k3_kernels.reference.moe import ExpertWeights, Routing
+
+
+class BackendError(ValueError):
+    """A backend name that does not exist, or that cannot run here. The message says what to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Implementation names as configured; `auto` is the best one for the device."""
+
+    attention: str = "auto"
+    kda: str = "auto"
+    moe: str = "auto"
+
+
+class AttentionOps(Protocol):
+    """Latent attention. Shapes and rules: `k3_kernels.reference.mla`."""
+
+    def write(self, cache_PTK: Tensor, slot_T: Tensor, latent_TK: Tensor) -> None:
+        """Store latent rows; slot -1 is skipped."""
+        ...
+
+    def plan(
+        self, page_table_BW: Tensor, bound_T: Tensor, group: int, max_bound: int, page_tokens: int
+    ) -> mla.DecodePlan:
+        """Once per step, before any layer."""
+        ...
+
+    def decode(
+        self, q_THK: Tensor, cache_PTK: Tensor, plan: mla.DecodePlan, scale: float, value_width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Absorbed attention of verify groups: o [T, H, C], lse [T, H] natural log."""
+        ...
+
+    def prefill(
+        self,
+        q_THD: Tensor,
+        cache_PTK: Tensor,
+        page_table_RW: Tensor,
+        cu_lens: tuple[int, ...],
+        starts: tuple[int, ...],
+        kv_up_HDC: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Expanded causal attention over cached latents and the chunk: o [T, H, V]."""
+        ...
+
+    def merge(self, o_RTHD: Tensor, lse_RTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Union of partial results."""
+        ...
+
+
+class KdaOps(Protocol):
+    """Short convolution and delta-rule recurrence. Shapes and rules: `reference.conv`, `reference.kda`."""
+
+    def conv_chunk(
+        self, u_THSD: Tensor, weight_HSDw: Tensor, window_HSDX: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One request's chunk: y and the next window."""
+        ...
+
+    def conv_verify(
+        self,
+        u_BGHSD: Tensor,
+        weight_HSDw: Tensor,
+        windows: Tensor,
+        tails: Tensor,
+        slots_B: Tensor,
+        read_column_B: Tensor,
+    ) -> Tensor:
+        """One group per row: y; overwrites windows and tails."""
+        ...
+
+    def gate(self, raw_THD: Tensor, decay_H: Tensor, lower_bound: float | None) -> Tensor:
+        """Log decay per channel."""
+        ...
+
+    def chunk(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        g_THD: Tensor,
+        beta_TH: Tensor,
+        state_HVK: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """One request's chunk: o and the final state."""
+        ...
+
+    def verify(
+        self,
+        q_BGHD: Tensor,
+        k_BGHD: Tensor,
+        v_BGHD: Tensor,
+        g_BGHD: Tensor,
+        beta_BGH: Tensor,
+        states: Tensor,
+        slots_B: Tensor,
+        read_column_B: Tensor,
+        columns: int,
+    ) -> Tensor:
+        """One group per row from its read column: o; leaves one state per group token."""
+        ...
+
+
+class MoeOps(Protocol):
+    """Expert choice and experts. Shapes and rules: `k3_kernels.reference.moe`."""
+
+    def route(
+        self, x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """Expert ids and weights."""
+        ...
+
+    def experts(
+        self,
+        z_TZ: Tensor,
+        ids_Tk: Tensor,
+        weight_Tk: Tensor,
+        weights: ExpertWeights,
+        beta: float,
+        linear_beta: float | None,
+    ) -> Tensor:
+        """Weighted sum of the experts held here."""
+        ...
+
+
+class MixOp(Protocol):
+    """The attention-residual mixing site. Rules: `k3_kernels.reference.attnres`."""
+
+    def __call__(self, candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """Softmax mixture of the candidates."""
+        ...
+
+
+class ReferenceAttention:
+    """Torch reference; any device, any float dtype."""
+
+    write = staticmethod(mla.write)
+    plan = staticmethod(mla.plan_decode)
+    decode = staticmethod(mla.decode)
+    prefill = staticmethod(mla.prefill)
+    merge = staticmethod(lse.merge)
+
+
+class ReferenceKda:
+    """Torch reference: tiles for chunks, one state per group token for verify."""
+
+    conv_chunk = staticmethod(conv.chunk)
+    conv_verify = staticmethod(conv.verify)
+    gate = staticmethod(kda.gate)
+    chunk = staticmethod(kda.chunk)
+    verify = staticmethod(kda.verify)
+
+
+class ReferenceMoe:
+    """Torch reference: tokens grouped by expert."""
+
+    route = staticmethod(moe.route)
+    experts = staticmethod(moe.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Everything chosen, by concrete name in `chosen`."""
+
+    attention: AttentionOps
+    kda: KdaOps
+    moe: MoeOps
+    mix: MixOp
+    chosen: Backends
+    capturable: bool
+
+
+IMPLEMENTED = ("reference",)
+
+
+def _choose(part: str, name: str) -> str:
+    if name == "auto":
+        return "reference"
+    if name not in IMPLEMENTED:
+        raise BackendError(
+            f"backends.{part}={name!r}: not available; available: {', '.join(IMPLEMENTED)}; set "
+            f"backends.{part}=auto"
+        )
+    return name
+
+
+def select(backends: Backends, device: torch.device) -> Ops:
+    """Choose implementations for `device`, once per process. Raises BackendError."""
+    chosen = Backends(
+        _choose("attention", backends.attention),
+        _choose("kda", backends.kda),
+        _choose("moe", backends.moe),
+    )
+    del device  # the reference runs on any
+    return Ops(
+        attention=ReferenceAttention(),
+        kda=ReferenceKda(),
+        moe=ReferenceMoe(),
+        mix=attnres.mix,
+        chosen=chosen,
+        capturable=False,
+    )
