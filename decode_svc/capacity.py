@@ -1,0 +1,153 @@
+"""From bytes to pages and slots, and from a request to its worst case.
+
+All costs use the mapping the pools are built with. Admission reserves the worst case of a request, so an allocation in
+mid-flight cannot fail; round down when buying, up when paying.
+Golden: helix/capacity.json, helix/admission.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_svc.ledger import Ledger
+from k3.cache.layout import CacheLayout
+from k3.errors import ConfigError
+
+
+def worst_len(prompt_len: int, max_tokens: int, draft_tokens: int, in_flight: int) -> int:
+    """Tokens for which a request must hold pages.
+
+    in_flight: steps launched before the last result is known (depth - 1). The first output token comes from prefill;
+    the last one is never written.
+    """
+    if max_tokens <= 1:
+        return prompt_len
+    return prompt_len + max_tokens - 2 + (in_flight + 1) * (draft_tokens + 1)
+
+
+def table_width(ledger: Ledger, max_model_len: int, draft_tokens: int, in_flight: int) -> int:
+    """Columns of the page table: the worst case of the longest request."""
+    return max(1, ledger.pages(max_model_len - 2 + (in_flight + 1) * (draft_tokens + 1)))
+
+
+def local_to_global(ledger: Ledger, local_tokens: int) -> int:
+    """Global tokens that `local_tokens` of every rank buy: whole pages only when split over ranks."""
+    if ledger.cp == 1:
+        return local_tokens
+    return local_tokens // ledger.page_tokens * ledger.block_tokens
+
+
+def global_to_local(ledger: Ledger, tokens: int) -> int:
+    """Tokens every rank must hold for `tokens` global ones."""
+    return tokens if ledger.cp == 1 else ledger.pages(tokens) * ledger.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """Recurrent state and convolution window of one request, per rank."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    conv_width: int
+    state_bytes: int
+    conv_bytes: int
+
+    def of(self, shards: int) -> int:
+        """Bytes on each of `shards` ranks."""
+        heads = self.heads // shards
+        state = heads * self.head_dim**2 * self.state_bytes
+        window = 3 * heads * self.head_dim * (self.conv_width - 1) * self.conv_bytes
+        return self.layers * (state + window)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """Cache of a drafter: grouped heads are sharded by head, a latent (`kv_heads` = 1) is replicated."""
+
+    kind: str  # "gqa" | "mla"
+    layers: int
+    width: int
+    kv_heads: int
+    dtype_bytes: int
+
+    def of(self, shards: int) -> int:
+        """Bytes of one global token on each of `shards` ranks."""
+        if self.kind == "mla":
+            return self.layers * self.width * self.dtype_bytes
+        return self.layers * 2 * -(-self.kv_heads // shards) * self.width * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCost:
+    """Bytes of everything one rank holds, in one place for the allocator and for the planner.
+
+    The drafter's cache has two forms: a ring per draft slot (`ring_rows`), a fixed cost like the state, or pages
+    (`ring_rows` = 0), which cost L tokens on every rank because draft rows are not spread over context ranks.
+    record_bytes: what a state slot needs beyond its state to roll a verify group back.
+    """
+
+    ledger: Ledger
+    target_token_bytes: int
+    state_bytes: int
+    record_bytes: int = 0
+    draft_token_bytes: int = 0
+    ring_rows: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        """One page."""
+        paged_draft = 0 if self.ring_rows else self.ledger.block_tokens * self.draft_token_bytes
+        return self.ledger.page_tokens * self.target_token_bytes + paged_draft
+
+    @property
+    def slot_bytes(self) -> int:
+        """One state slot."""
+        return self.state_bytes + self.record_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """One draft slot."""
+        return self.ring_rows * self.draft_token_bytes
+
+    def pages(self, budget_bytes: int, slots: int, draft_slots: int = 0) -> int:
+        """Pages that fit beside the slots (dummies included); below 1 when they do not."""
+        fixed = slots * self.slot_bytes + draft_slots * self.ring_bytes
+        return (budget_bytes - fixed) // self.page_bytes
+
+    def capacity(self, pages: int) -> int:
+        """Global tokens of the whole group."""
+        return pages * self.ledger.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """What every rank of the group allocates; slot 0 of each kind is a dummy for padding."""
+
+    pages: int
+    state_slots: int
+    draft_slots: int = 0
+
+
+def pool_sizes(
+    layouts: list[CacheLayout], *, pages: int, memory_bytes: int, state_slots: int, max_rows: int
+) -> PoolSizes:
+    """Sizes that every rank can afford.
+
+    layouts: one per stage. pages, state_slots: configured numbers, 0 = derive. Raises ConfigError when not even one
+    page fits.
+    """
+    slots = state_slots or max_rows + 1
+    if slots < 2:
+        raise ConfigError(
+            f"cache.state_slots={slots}: must be at least 2, one of them is the dummy; set it to 0 for max_rows + 1"
+        )
+    fitting = min(layout.pages_for(memory_bytes, slots) for layout in layouts)
+    chosen = pages or fitting
+    if chosen < 1:
+        needed = max(layout.page_bytes + slots * layout.slot_bytes for layout in layouts)
+        raise ConfigError(
+            f"cache.memory_bytes={memory_bytes}: {slots} state slots and one page need {needed} bytes; "
+            "raise cache.memory_bytes or lower cache.state_slots / schedule.max_rows"
+        )
+    return PoolSizes(chosen, slots)

@@ -1,0 +1,374 @@
+"""Admission and row choice of the decode service: pure, no clock, no sockets, no tensors.
+
+Admission reserves the worst case of a request (pages, state slot, row), strictly first in first out: a request that
+does not fit blocks those behind it, and nothing running is ever evicted. `plan` returns the next step, at most `depth`
+of them unacknowledged; `advance` absorbs the one acknowledgement of each, in order.
+
+The device's row table is the truth of a running request. The host only knows `base` as of the last acknowledged step
+and plans with upper bounds: every step in flight may emit a whole group. Memory of an ended request is released when
+the last plan that names its row is acknowledged. Golden: helix/admission.json.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from decode_svc.capacity import worst_len
+from decode_svc.emission import Kept, keep
+from decode_svc.ledger import Ledger
+from decode_svc.request import DecodeRequest, Event, RequestSpec, Reservation, State
+from k3.cache.pages import PagePool
+from k3.cache.slots import Slot, SlotPool
+from k3.errors import QueueFull, RequestRejected
+from k3.types import TokenEvent
+
+
+class RowStep(NamedTuple):
+    """One verify group of a plan. base_bound: the anchor's position if every step in flight emits all it can."""
+
+    request: DecodeRequest
+    row: Slot
+    base_bound: int
+
+
+class Plan(NamedTuple):
+    """One step. Closed rows come first, then opened ones."""
+
+    step_id: int
+    closed: tuple[Slot, ...]
+    opened: tuple[DecodeRequest, ...]
+    rows: tuple[RowStep, ...]
+    group_len: int
+
+
+class Emitted(NamedTuple):
+    """What a step says about one row."""
+
+    row: int
+    epoch: int
+    tokens: tuple[TokenEvent, ...]
+    n_drafts: int = 0
+
+
+class Progress(NamedTuple):
+    """Tokens a running request gained, and how it ends if it does."""
+
+    request: DecodeRequest
+    kept: Kept
+
+
+class Hold(NamedTuple):
+    """Memory in quarantine: a write of a dead transfer may still land in it."""
+
+    pages: tuple[int, ...]
+    state_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Fixed numbers of the service."""
+
+    max_queue: int
+    max_model_len: int
+    depth: int = 1
+    draft_tokens: int = 0
+
+    @property
+    def group_len(self) -> int:
+        """G: tokens of every verify group."""
+        return 1 + self.draft_tokens
+
+
+class DecodeScheduler:
+    """See the module's docstring. Pools are the scheduler's own; callers only read their counts."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        limits: Limits,
+        *,
+        pages: PagePool,
+        state_slots: SlotPool,
+        rows: SlotPool,
+    ) -> None:
+        self.ledger = ledger
+        self.limits = limits
+        self.pages = pages
+        self.state_slots = state_slots
+        self.rows = rows
+        self._queue: list[DecodeRequest] = []  # ascending keys
+        self._filling: dict[int, DecodeRequest] = {}  # admitted or filling
+        self._running: dict[int, DecodeRequest] = {}
+        self._finishing: dict[int, DecodeRequest] = {}
+        self._to_open: list[DecodeRequest] = []
+        self._to_close: list[Slot] = []
+        self._in_flight: deque[Plan] = deque()
+        self._next_key = 1
+        self._next_step = 1
+
+    # ---------------------------------------------------------------- arrival and admission
+
+    def submit(self, spec: RequestSpec, now: float) -> DecodeRequest:
+        """Take a request into the queue; `admit` lets it in.
+
+        Raises RequestRejected for one that can never be served here, QueueFull when the queue is full.
+        """
+        self._check(spec)
+        request = DecodeRequest(self._next_key, spec, now)
+        if len(self._queue) >= self.limits.max_queue and (self._queue or not self._fits(request)):
+            raise QueueFull(
+                f"{len(self._queue)} requests wait already, schedule.max_queue={self.limits.max_queue}; "
+                "try again later or at another instance"
+            )
+        self._next_key += 1
+        self._queue.append(request)
+        return request
+
+    def admit(self, now: float) -> list[DecodeRequest]:
+        """Reserve memory for requests at the head of the queue, as many as fit."""
+        admitted: list[DecodeRequest] = []
+        while self._queue and self._fits(self._queue[0]):
+            request = self._queue.pop(0)
+            request.apply(Event.ADMIT)
+            request.reservation = Reservation(
+                self.pages.allocate(self._pages_needed(request.spec)),
+                self.state_slots.allocate(),
+                self.rows.allocate(),
+            )
+            if request.wait_s is None:
+                request.wait_s = now - request.arrived_s
+            self._filling[request.key] = request
+            admitted.append(request)
+        return admitted
+
+    def head(self, n: int) -> list[DecodeRequest]:
+        """The first `n` requests of the queue."""
+        return self._queue[:n]
+
+    def _check(self, spec: RequestSpec) -> None:
+        n, m, limit = len(spec.prompt), spec.stop.max_tokens, self.limits.max_model_len
+        if n < 1:
+            raise RequestRejected(
+                "the prompt is empty; it needs at least one token", param="token_ids"
+            )
+        if m < 1:
+            raise RequestRejected(f"max_tokens={m}: must be at least 1", param="stop.max_tokens")
+        if n + m > limit:
+            raise RequestRejected(
+                f"prompt of {n} tokens and max_tokens={m} exceed max_model_len={limit}; shorten one of them",
+                code="context_length_exceeded",
+                param="stop.max_tokens",
+            )
+        needed, total = self._pages_needed(spec), self.pages.n_pages
+        if needed > total:
+            raise RequestRejected(
+                f"prompt of {n} tokens and max_tokens={m} need {needed} pages, this instance has {total}; "
+                "shorten one of them or raise cache.pages",
+                code="context_length_exceeded",
+                param="stop.max_tokens",
+            )
+
+    def _pages_needed(self, spec: RequestSpec) -> int:
+        limits = self.limits
+        return self.ledger.pages(
+            worst_len(len(spec.prompt), spec.stop.max_tokens, limits.draft_tokens, limits.depth - 1)
+        )
+
+    def _fits(self, request: DecodeRequest) -> bool:
+        return (
+            self.pages.available >= self._pages_needed(request.spec)
+            and self.state_slots.available > 0
+            and self.rows.available > 0
+        )
+
+    # ---------------------------------------------------------------- filling
+
+    def fill(self, request: DecodeRequest) -> None:
+        """A prefill instance is about to learn the reservation: from now on it may be written."""
+        request.apply(Event.FILL)
+
+    def first_token(self, request: DecodeRequest, token: TokenEvent) -> Kept:
+        """The token prefill drew. A request it ends never gets a row: `drop` it."""
+        kept = keep(request.spec.stop, 0, (token,))
+        request.outputs.extend(kept.tokens)
+        return kept
+
+    def filled(self, request: DecodeRequest) -> None:
+        """Every byte is in place; the request joins the next plan."""
+        request.apply(Event.FILLED)
+        assert request.outputs, f"{request!r} has no first token"
+        del self._filling[request.key]
+        request.base = request.prompt_len
+        self._running[request.key] = request
+        self._to_open.append(request)
+
+    def requeue(self, request: DecodeRequest) -> Hold:
+        """The candidate failed: give the reservation up, wait at the old place in the queue; returns what is quarantined."""
+        request.apply(Event.REQUEUE)
+        del self._filling[request.key]
+        hold = self._quarantine(request)
+        behind = next(
+            (i for i, r in enumerate(self._queue) if r.key > request.key), len(self._queue)
+        )
+        self._queue.insert(behind, request)
+        return hold
+
+    def drop(self, request: DecodeRequest) -> Hold | None:
+        """End a request that does not run. Returns memory that must stay in quarantine until `settle`."""
+        state = request.state
+        request.apply(Event.DROP)
+        match state:
+            case State.QUEUED:
+                self._queue.remove(request)
+                return None
+            case State.ADMITTED:
+                del self._filling[request.key]
+                self._release(request)
+                return None
+            case _:
+                del self._filling[request.key]
+                return self._quarantine(request)
+
+    def settle(self, hold: Hold) -> None:
+        """No write can land in this memory any more."""
+        self.pages.settle(hold.pages)
+        self.state_slots.settle(hold.state_slot)
+
+    def _quarantine(self, request: DecodeRequest) -> Hold:
+        held = request.held
+        self.pages.quarantine(held.pages)
+        self.state_slots.quarantine(held.state_slot.index)
+        self.rows.release(held.row.index)  # nothing is ever written into a row from outside
+        request.reservation = None
+        return Hold(held.pages, held.state_slot.index)
+
+    # ---------------------------------------------------------------- steps
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to run or `depth` steps are in flight."""
+        if len(self._in_flight) >= self.limits.depth:
+            return None
+        rows = tuple(self._row_step(r) for r in self._running.values() if self._may_run(r))
+        if not rows:
+            return None
+        plan = Plan(
+            self._next_step,
+            tuple(self._to_close),
+            tuple(self._to_open),
+            rows,
+            self.limits.group_len,
+        )
+        self._next_step += 1
+        self._to_close.clear()
+        self._to_open.clear()
+        for step in rows:
+            step.request.plans_in_flight += 1
+        self._in_flight.append(plan)
+        return plan
+
+    def _may_run(self, request: DecodeRequest) -> bool:
+        """Whether another step can add a kept token: each step in flight emits at least one."""
+        return len(request.outputs) + request.plans_in_flight < request.spec.stop.max_tokens
+
+    def _row_step(self, request: DecodeRequest) -> RowStep:
+        group = self.limits.group_len
+        bound = request.base + request.plans_in_flight * group
+        held = request.held
+        needed = self.ledger.pages(bound + group)
+        assert needed <= len(held.pages), (
+            f"{request!r}: {needed} pages needed, {len(held.pages)} reserved"
+        )
+        return RowStep(request, held.row, bound)
+
+    def advance(self, step_id: int, emitted: Sequence[Emitted]) -> list[Progress]:
+        """Absorb the acknowledgement of the oldest plan in flight.
+
+        emitted: one entry per row, in the plan's order. Raises AssertionError when it does not match the plan.
+        """
+        plan = self._in_flight.popleft()
+        named = [(step.row.index, step.row.epoch) for step in plan.rows]
+        answered = [(e.row, e.epoch) for e in emitted]
+        assert (plan.step_id, named) == (step_id, answered), (
+            f"step {step_id} answers rows {answered}; the oldest plan is step {plan.step_id} of rows {named}"
+        )
+        progress: list[Progress] = []
+        for step, result in zip(plan.rows, emitted, strict=True):
+            request = step.request
+            request.plans_in_flight -= 1
+            if request.state is State.RUNNING:
+                progress.append(self._absorb(request, result))
+            if request.state is State.FINISHING and request.plans_in_flight == 0:
+                self._settle_row(request)
+        return progress
+
+    def _absorb(self, request: DecodeRequest, result: Emitted) -> Progress:
+        assert 1 <= len(result.tokens) <= self.limits.group_len, (
+            f"{request!r}: a step emitted {len(result.tokens)} tokens, group_len={self.limits.group_len}"
+        )
+        kept = keep(request.spec.stop, len(request.outputs), result.tokens)
+        request.outputs.extend(kept.tokens)
+        request.base += len(result.tokens)
+        if kept.finish is not None:
+            self._finish(request)
+        return Progress(request, kept)
+
+    def abort(self, request: DecodeRequest) -> None:
+        """End a running request; its row leaves once no plan in flight names it. Idempotent from `finishing` on."""
+        if request.state is State.RUNNING:
+            self._finish(request)
+            if request.plans_in_flight == 0:
+                self._settle_row(request)
+
+    def _finish(self, request: DecodeRequest) -> None:
+        request.apply(Event.FINISH)
+        del self._running[request.key]
+        self._finishing[request.key] = request
+
+    def _settle_row(self, request: DecodeRequest) -> None:
+        request.apply(Event.SETTLE)
+        del self._finishing[request.key]
+        if request in self._to_open:
+            self._to_open.remove(request)  # it never was in a plan
+        else:
+            self._to_close.append(request.held.row)
+        self._release(request)
+
+    def _release(self, request: DecodeRequest) -> None:
+        held = request.held
+        self.pages.release(held.pages)
+        self.state_slots.release(held.state_slot.index)
+        self.rows.release(held.row.index)
+        request.reservation = None
+
+    # ---------------------------------------------------------------- what others may know
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def n_holding(self) -> int:
+        """Requests that hold memory: admitted, filling, running, finishing."""
+        return len(self._filling) + len(self._running) + len(self._finishing)
+
+    @property
+    def n_running(self) -> int:
+        """Requests that have a row in the plans."""
+        return len(self._running)
+
+    @property
+    def n_plans_in_flight(self) -> int:
+        """Plans without an acknowledgement."""
+        return len(self._in_flight)
+
+    def open_requests(self) -> list[DecodeRequest]:
+        """Every request that is not gone, oldest first."""
+        groups = (
+            self._queue,
+            *(d.values() for d in (self._filling, self._running, self._finishing)),
+        )
+        return sorted((r for group in groups for r in group), key=lambda r: r.key)
