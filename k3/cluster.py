@@ -221,7 +221,7 @@ class LocalCluster:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=die_with_parent(),  # noqa: PLW1509
+            preexec_fn=die_with_parent(),
         )
         threading.Thread(target=self._pump, args=(member, member.process), daemon=True).start()
 

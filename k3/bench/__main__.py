@@ -1,0 +1,32 @@
+"""`k3-bench`: benchmarks over the public API. One subcommand per file beside this one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from k3.bench import serve, step
+from k3.errors import K3Error
+
+
+def main() -> None:
+    """Entry point of `k3-bench`."""
+    p = argparse.ArgumentParser(prog="k3-bench", description=__doc__)
+    commands = p.add_subparsers(dest="command", required=True)
+    for module in (serve, step):
+        name = module.__name__.rsplit(".", 1)[1]
+        sub = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    args = p.parse_args()
+    try:
+        sys.exit(args.run(args, Console()))
+    except K3Error as error:
+        sys.stderr.write(f"k3-bench: {error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

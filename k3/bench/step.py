@@ -1,0 +1,151 @@
+"""`k3-bench step`: where the time of a decode step goes, at several batch sizes, on a cluster of its own.
+
+While exactly `batch` requests decode, two readings of decode's own histograms bound a window. Its wall time per step
+is split into the model's forward, the rest of the rank's step (tables, sampling, read-back), and what remains: front,
+channel and waiting. The loop's own share is everything but the forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from k3.bench.load import Arrivals, drive
+from k3.bench.prompts import RandomWorkload
+from k3.cluster import LocalCluster, Options, get
+from k3.errors import K3Error
+
+STEP = "k3_decode_step_seconds"
+FORWARD = "k3_decode_forward_seconds"
+RUNNING = "k3_decode_running"
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Decode's histograms at one moment."""
+
+    at_s: float
+    running: float
+    n_steps: float
+    step_s: float
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Mean seconds of one step at one batch size."""
+
+    batch: int
+    n_steps: int
+    wall_s: float
+    forward_s: float
+    rank_rest_s: float
+    outside_s: float
+
+    @property
+    def own_share(self) -> float:
+        """Share of a step outside the model's forward."""
+        return 1.0 - self.forward_s / self.wall_s
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Flags of this subcommand."""
+    p.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="rows decoding at once")
+    p.add_argument("--prompt-tokens", type=int, default=16)
+    p.add_argument("--output-tokens", type=int, default=256)
+    p.add_argument("--json", type=Path, help="write the figures there")
+
+
+def read(ops: str) -> Reading:
+    """One look at decode's /metrics. K3Error when a series is missing."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(get(ops, "/metrics").body):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    try:
+        return Reading(
+            time.monotonic(),
+            values[RUNNING],
+            values[f"{STEP}_count"],
+            values[f"{STEP}_sum"],
+            values[f"{FORWARD}_sum"],
+        )
+    except KeyError as error:
+        raise K3Error(f"{ops}/metrics has no series {error}; is it a k3-decode?") from error
+
+
+async def window(cluster: LocalCluster, batch: int, args: argparse.Namespace) -> Split:
+    """Let `batch` requests decode together; the longest stretch in which all of them did."""
+    info = json.loads(
+        await asyncio.to_thread(lambda: get(cluster.router.ops, "/tokenizer_info").body)
+    )
+    work = RandomWorkload(args.prompt_tokens, args.output_tokens, int(info["vocab_size"]), batch)
+    arrivals = Arrivals(batch, batch, 0.0, 0)
+    load = asyncio.create_task(drive(cluster.url, work, arrivals, timeout_s=300.0))
+    ops = cluster.decodes[0].ops
+    first = last = None
+    while not load.done():
+        now = await asyncio.to_thread(read, ops)
+        if now.running == batch:
+            first, last = first or now, now
+        await asyncio.sleep(POLL_S)
+    failed = [r.error for r in await load if r.error]
+    if failed:
+        raise K3Error(f"batch {batch}: {len(failed)} of {batch} requests failed: {failed[0]}")
+    if first is None or last is None or last.n_steps - first.n_steps < 8:
+        raise K3Error(f"batch {batch}: too few steps with all rows; raise --output-tokens")
+    n = last.n_steps - first.n_steps
+    wall = (last.at_s - first.at_s) / n
+    step = (last.step_s - first.step_s) / n
+    forward = (last.forward_s - first.forward_s) / n
+    return Split(batch, int(n), wall, forward, step - forward, wall - step)
+
+
+def table(splits: list[Split]) -> Table:
+    """One row per batch size, milliseconds."""
+    out = Table(title="one decode step, ms")
+    names = (
+        "batch",
+        "steps",
+        "wall",
+        "forward",
+        "rest of the rank",
+        "front and channel",
+        "own share",
+    )
+    for name in names:
+        out.add_column(name, justify="right")
+    for s in splits:
+        times = (s.wall_s, s.forward_s, s.rank_rest_s, s.outside_s)
+        row = [
+            str(s.batch),
+            str(s.n_steps),
+            *(f"{t * 1e3:.2f}" for t in times),
+            f"{s.own_share:.0%}",
+        ]
+        out.add_row(*row)
+    return out
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """0 when every batch size could be measured."""
+    rows = str(max(args.batch))
+    options = Options(decode_flags=("--max-rows", rows), prefill_flags=("--max-rows", rows))
+    with LocalCluster(options) as cluster:
+        splits = [asyncio.run(window(cluster, batch, args)) for batch in args.batch]
+    console.print(table(splits))
+    if args.json is not None:
+        figures = [asdict(s) | {"own_share": s.own_share} for s in splits]
+        tree = {"cores": os.cpu_count(), "prompt_tokens": args.prompt_tokens, "steps": figures}
+        args.json.write_text(json.dumps(tree, indent=2) + "\n")
+    return 0

@@ -1,0 +1,87 @@
+"""Where `k3-local` sends a flag, and how it finds ports."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from k3.cluster import PORTS, LocalCluster, Options, free_ports, is_free
+from k3.errors import K3Error
+from k3.launch import split_flags
+
+
+def test_a_bare_layout_flag_goes_to_decode() -> None:
+    assert split_flags(["--cp", "2", "--max-rows=8"]) == {
+        "prefill": [],
+        "decode": ["--cp", "2", "--max-rows=8"],
+        "router": [],
+    }
+
+
+def test_a_prefixed_flag_goes_to_its_service_without_the_prefix() -> None:
+    flags = split_flags(["--prefill-pp", "2", "--router-log-level=debug", "--decode-pages", "99"])
+    assert flags == {
+        "prefill": ["--pp", "2"],
+        "decode": ["--pages", "99"],
+        "router": ["--log-level=debug"],
+    }
+
+
+def test_the_model_goes_to_everybody_and_page_size_to_both_engines() -> None:
+    flags = split_flags(["--model", "/m", "--page-tokens", "32"])
+    assert flags["router"] == ["--model", "/m"]
+    assert flags["prefill"] == flags["decode"] == ["--model", "/m", "--page-tokens", "32"]
+
+
+def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
+    flags = split_flags(["--cache-fill-nan", "--http-strict-params", "--pages", "5"])
+    assert flags["prefill"] == ["--cache-fill-nan"]
+    assert flags["router"] == ["--http-strict-params"]
+    assert flags["decode"] == ["--cache-fill-nan", "--pages", "5"]
+
+
+def test_a_stray_word_is_refused_by_name() -> None:
+    with pytest.raises(K3Error, match="'rows'"):
+        split_flags(["--cp=2", "rows"])
+
+
+def test_ports_are_free_different_and_below_those_of_outgoing_connections() -> None:
+    ports = free_ports(63)
+    assert len(set(ports)) == 63
+    assert set(ports) <= set(PORTS)
+
+
+def test_a_bound_port_is_not_free() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        assert not is_free(s.getsockname()[1])
+
+
+def test_every_instance_has_ports_of_its_own_and_the_router_knows_them() -> None:
+    cluster = LocalCluster(Options(n_prefills=2, n_decodes=3))
+    ports = [m.address for m in cluster.members] + [m.ops for m in cluster.members[:-1]]
+    assert len(set(ports)) == len(ports) == 11
+    flags = cluster.router.flags
+    prefills = flags[flags.index("--fleet-prefills") + 1]
+    assert prefills == ",".join(m.address for m in cluster.prefills)
+
+
+def test_a_taken_port_is_exit_code_4_and_names_a_free_one() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "k3.launch", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 4
+    assert f"port {port}" in done.stderr
+    named = int(done.stderr.split("--port ")[1].split()[0])
+    assert named in PORTS
