@@ -3,6 +3,7 @@
     K3Error
     ├── ConfigError            start-up: the configuration cannot be read             exit 2
     │   └── RefusedError       start-up: the combination is refused, all rules at once exit 2
+    ├── PortInUse              start-up: a port of ours is taken                      exit 4
     ├── ModelError             start-up: checkpoint and code do not fit               exit 3
     ├── RequestRejected        the request is wrong; never retried                    INVALID_ARGUMENT
     ├── NotFound               unknown model, instance or id                          NOT_FOUND
@@ -38,6 +39,22 @@ class ConfigError(K3Error):
     """The configuration cannot be read; exit code 2."""
 
     code = "invalid_config"
+
+
+class RefusedError(ConfigError):
+    """The combination is refused. `reasons` holds every refusal as text, with its remedy."""
+
+    code = "refused"
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
+
+
+class PortInUse(K3Error):
+    """A port of ours is taken; exit code 4. The message names a free one."""
+
+    code = "port_in_use"
 
 
 class ModelError(K3Error):

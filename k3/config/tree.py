@@ -11,9 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def key(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A field with its one-line help. unit: "s", "bytes", "tokens" or "" ; choices: allowed strings."""
-    metadata = {"help": help, "unit": unit, "choices": choices}
+def key(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field with its one-line help.
+
+    unit: "s", "bytes", "tokens" or ""; choices: allowed strings; least, most: allowed range of a number.
+    """
+    metadata = {"help": help, "unit": unit, "choices": choices, "least": least, "most": most}
     if isinstance(default, (list, dict)):
         raise TypeError("defaults must be immutable; use a tuple")
     return field(default=default, metadata=metadata)
@@ -33,27 +44,31 @@ class ModelConfig:
     device: str = key(
         "auto", "auto = cuda when there is one, else cpu", choices=("auto", "cpu", "cuda")
     )
-    max_model_len: int = key(0, "longest prompt + output; 0 = the model's own limit", unit="tokens")
+    max_model_len: int = key(
+        0, "longest prompt + output; 0 = the model's own limit", unit="tokens", least=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How the model is spread over ranks."""
 
-    pp: int = key(1, "pipeline stages")
-    tp: int = key(1, "tensor parallel size")
-    cp: int = key(1, "helix context parallel size (decode only)")
+    pp: int = key(1, "pipeline stages", least=1)
+    tp: int = key(1, "tensor parallel size", least=1)
+    cp: int = key(1, "helix context parallel size (decode only)", least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Sizes of the pools."""
 
-    page_tokens: int = key(16, "tokens of one page, a power of two 4..128", unit="tokens")
-    pages: int = key(0, "pages of each rank's pool; 0 = from memory_bytes")
-    memory_bytes: int = key(512 << 20, "bytes for all pools of one rank", unit="bytes")
+    page_tokens: int = key(
+        16, "tokens of one page, a power of two 4..128", unit="tokens", least=4, most=128
+    )
+    pages: int = key(0, "pages of each rank's pool; 0 = from memory_bytes", least=0)
+    memory_bytes: int = key(512 << 20, "bytes for all pools of one rank", unit="bytes", least=1)
     state_slots: int = key(
-        0, "state slots; 0 = max_rows + max_queue on prefill, max_rows + 1 on decode"
+        0, "state slots; 0 = max_rows + max_queue on prefill, max_rows + 1 on decode", least=0
     )
     fill_nan: bool = key(False, "fill fresh pools with NaN, so that a read of unowned memory shows")
     prefix: str = key("off", "hybrid prefix cache on prefill", choices=("off", "on"))
@@ -63,49 +78,66 @@ class CacheConfig:
 class ScheduleConfig:
     """Batching and queues."""
 
-    max_rows: int = key(16, "requests running at once")
-    max_queue: int = key(64, "requests that may wait in this service; more are refused at once")
-    token_budget: int = key(512, "prompt tokens of one prefill step", unit="tokens")
-    depth: int = key(2, "decode steps in flight: 1 = synchronous, 2 = overlapped")
+    max_rows: int = key(16, "requests running at once", least=1)
+    max_queue: int = key(
+        64, "requests that may wait in this service; more are refused at once", least=0
+    )
+    token_budget: int = key(512, "prompt tokens of one prefill step", unit="tokens", least=1)
+    depth: int = key(2, "decode steps in flight: 1 = synchronous, 2 = overlapped", least=1, most=2)
     plan_timeout_s: float = key(
-        60.0, "a plan unanswered for this long fails the rank group", unit="s"
+        60.0, "a plan unanswered for this long fails the rank group", unit="s", least=0.1
     )
     max_early_prefills: int = key(
-        2, "requests at the head of decode's queue whose prompt may be computed early"
+        2, "requests at the head of decode's queue whose prompt may be computed early", least=0
     )
-    reserve_wait_s: float = key(30.0, "prefill keeps pages without a destination", unit="s")
+    reserve_wait_s: float = key(
+        30.0, "prefill keeps pages without a destination", unit="s", least=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
     """Speculation (decode)."""
 
-    draft_tokens: int = key(0, "drafts per verify group; 0 = no speculation")
+    draft_tokens: int = key(0, "drafts per verify group; 0 = no speculation", least=0, most=15)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """Clocks and limits of the transfer; `nixl` names of the environment stay UCX's own."""
 
-    heartbeat_s: float = key(2.0, "Progress on every stream with a destination", unit="s")
-    lease_s: float = key(30.0, "decode gives a transfer up without a heartbeat", unit="s")
+    heartbeat_s: float = key(
+        2.0, "Progress on every stream with a destination", unit="s", least=0.01
+    )
+    lease_s: float = key(
+        30.0, "decode gives a transfer up without a heartbeat", unit="s", least=0.01
+    )
     progress_timeout_s: float = key(
-        10.0, "decode aborts a transfer whose bytes do not grow", unit="s"
+        10.0, "decode aborts a transfer whose bytes do not grow", unit="s", least=0.01
     )
-    transfer_deadline_s: float = key(30.0, "from the first token to the last byte", unit="s")
-    self_fence_s: float = key(15.0, "prefill stops posting without a heartbeat echo", unit="s")
+    transfer_deadline_s: float = key(
+        30.0, "from the first token to the last byte", unit="s", least=0.01
+    )
+    self_fence_s: float = key(
+        15.0, "prefill stops posting without a heartbeat echo", unit="s", least=0.01
+    )
     handle_deadline_s: float = key(
-        10.0, "one posted handle, at least; grows with its bytes", unit="s"
+        10.0, "one posted handle, at least; grows with its bytes", unit="s", least=0.01
     )
-    drain_s: float = key(10.0, "posted handles may take this long to end after an abort", unit="s")
+    drain_s: float = key(
+        10.0, "posted handles may take this long to end after an abort", unit="s", least=0.01
+    )
     resend_after_s: float = key(
-        5.0, "decode asks again for records missing after Committed", unit="s"
+        5.0, "decode asks again for records missing after Committed", unit="s", least=0.01
     )
     quarantine_cap: float = key(
-        0.1, "share of pages in quarantine above which decode rebuilds its agents"
+        0.1,
+        "share of pages in quarantine above which decode rebuilds its agents",
+        least=0.0,
+        most=1.0,
     )
-    handles_in_flight: int = key(4, "posted handles per pair of ranks")
-    bytes_in_flight: int = key(256 << 20, "posted bytes per sending rank", unit="bytes")
+    handles_in_flight: int = key(4, "posted handles per pair of ranks", least=1)
+    bytes_in_flight: int = key(256 << 20, "posted bytes per sending rank", unit="bytes", least=1)
     port_range: str = key("", "UCX_TCP_PORT_RANGE for the data plane, for example 41000-41050")
 
 
@@ -120,7 +152,7 @@ class BackendsConfig:
         "MXFP4 experts: dequantized at load or per use",
         choices=("auto", "dequant", "packed"),
     )
-    threads: int = key(0, "CPU threads of each rank; 0 = cores / ranks")
+    threads: int = key(0, "CPU threads of each rank; 0 = cores / ranks", least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +160,21 @@ class ServeConfig:
     """Ports, names, lifecycle."""
 
     host: str = key("127.0.0.1", "address the gRPC server binds")
-    port: int = key(0, "gRPC port; 0 = 50051 prefill, 50052 decode")
+    port: int = key(0, "gRPC port; 0 = 50051 prefill, 50052 decode", least=0, most=65535)
     ops_host: str = key("127.0.0.1", "address of /health /ready /startup /metrics")
-    ops_port: int = key(9090, "ops port")
+    ops_port: int = key(9090, "ops port", least=0, most=65535)
     prefills: tuple[str, ...] = key(
         ("127.0.0.1:*", "localhost:*"),
         "prefill addresses decode may dial, host:port, * matches any",
     )
     drain_delay_s: float = key(
-        5.0, "after SIGTERM new requests are still served for this long", unit="s"
+        5.0, "after SIGTERM new requests are still served for this long", unit="s", least=0
     )
-    drain_timeout_s: float = key(600.0, "running requests may take this long to finish", unit="s")
+    drain_timeout_s: float = key(
+        600.0, "running requests may take this long to finish", unit="s", least=0
+    )
     stall_timeout_s: float = key(
-        30.0, "/health fails when there is work but no step for this long", unit="s"
+        30.0, "/health fails when there is work but no step for this long", unit="s", least=0.1
     )
     on_rank_loss: str = key("restart", "what to do when a rank dies", choices=("restart", "exit"))
     reflection: bool = key(True, "gRPC reflection")
@@ -181,23 +215,27 @@ class HttpConfig:
     """The router's public and admin ports and limits."""
 
     host: str = key("127.0.0.1", "address of the public API")
-    port: int = key(8000, "port of the public API; 0 = any free one")
+    port: int = key(8000, "port of the public API; 0 = any free one", least=0, most=65535)
     admin_host: str = key("127.0.0.1", "address of the admin API")
-    admin_port: int = key(8081, "port of the admin API; 0 = any free one")
-    max_body_bytes: int = key(16 << 20, "largest request body", unit="bytes")
-    request_timeout_s: float = key(600.0, "deadline of a request; clients may lower it", unit="s")
+    admin_port: int = key(8081, "port of the admin API; 0 = any free one", least=0, most=65535)
+    max_body_bytes: int = key(16 << 20, "largest request body", unit="bytes", least=1)
+    request_timeout_s: float = key(
+        600.0, "deadline of a request; clients may lower it", unit="s", least=0.001
+    )
     sse_heartbeat_s: float = key(
-        15.0, "comment lines while a stream waits for its first token", unit="s"
+        15.0, "comment lines while a stream waits for its first token", unit="s", least=0.1
     )
     cors_origins: tuple[str, ...] = key((), "allowed CORS origins; empty = none")
     default_max_tokens: int = key(
-        0, "cap on the default output length; 0 = rest of context", unit="tokens"
+        0, "cap on the default output length; 0 = rest of context", unit="tokens", least=0
     )
     strict_params: bool = key(False, "refuse unknown fields instead of ignoring them")
     drain_delay_s: float = key(
-        5.0, "after SIGTERM new requests are still served for this long", unit="s"
+        5.0, "after SIGTERM new requests are still served for this long", unit="s", least=0
     )
-    drain_timeout_s: float = key(600.0, "running requests may take this long to finish", unit="s")
+    drain_timeout_s: float = key(
+        600.0, "running requests may take this long to finish", unit="s", least=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +248,8 @@ class FleetConfig:
     prefill_policy: str = key(
         "least_load", "choice of prefill", choices=("least_load", "round_robin")
     )
-    max_retries: int = key(2, "further prefill candidates of one attempt")
-    connect_timeout_s: float = key(2.0, "deadline of a dial", unit="s")
+    max_retries: int = key(2, "further prefill candidates of one attempt", least=0)
+    connect_timeout_s: float = key(2.0, "deadline of a dial", unit="s", least=0.01)
     tls_ca: str = key("", "PEM authorities trusted for instances; empty = no TLS")
     tls_cert: str = key("", "PEM client certificate")
     tls_key: str = key("", "PEM client key")
@@ -221,9 +259,9 @@ class FleetConfig:
 class AdmissionConfig:
     """How many requests the router lets in."""
 
-    max_in_flight: int = key(512, "requests being served")
-    max_queue: int = key(256, "requests waiting for an instance with room")
-    queue_timeout_s: float = key(30.0, "longest wait in the router's queue", unit="s")
+    max_in_flight: int = key(512, "requests being served", least=1)
+    max_queue: int = key(256, "requests waiting for an instance with room", least=0)
+    queue_timeout_s: float = key(30.0, "longest wait in the router's queue", unit="s", least=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,100 @@
+"""Turns `auto`, empty and zero into concrete values, once per process. Pure: facts of the machine are arguments.
+
+Names first (`resolve_names`: needs no model), then sizes (`resolve_sizes`: pages and the longest request follow from
+the model's cache layout). Afterwards nothing in the tree means "decide later".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import k3
+from k3.cache.layout import build_layout
+from k3.config.tree import EngineConfig, ModelConfig, RouterConfig
+from k3.model.spec import K3Spec
+from k3.parallel.mesh import Mesh
+
+EMBEDDED_MODEL = Path(k3.__file__).parent / "assets" / "tiny"
+EMBEDDED_NAME = "k3-mini"
+DEFAULT_PORTS = {"prefill": 50051, "decode": 50052, "both": 50052}
+GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts that `auto` depends on."""
+
+    cores: int
+    has_gpu: bool
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Machine:
+        """This machine, seen without importing torch; the ranks check the device again."""
+        is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
+        has_driver = any(path.exists() for path in GPU_DRIVER_FILES)
+        return cls(len(os.sched_getaffinity(0)), has_driver and not is_hidden)
+
+
+def resolve_model(model: ModelConfig, machine: Machine) -> ModelConfig:
+    """Path, name, device and dtype; `max_model_len` stays."""
+    path = Path(model.path).expanduser().resolve() if model.path else EMBEDDED_MODEL
+    device = model.device if model.device != "auto" else "cuda" if machine.has_gpu else "cpu"
+    dtype = model.dtype if model.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    name = model.name or (path.name if model.path else EMBEDDED_NAME)
+    return replace(model, path=str(path), name=name, device=device, dtype=dtype)
+
+
+def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
+    """The router's tree: only the model section has open values."""
+    return replace(config, model=resolve_model(config.model, machine))
+
+
+def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
+    """Everything that does not depend on the model: device, dtype, kernels, threads, slots, port."""
+    cache, backends, schedule = config.cache, config.backends, config.schedule
+    extra = schedule.max_queue if config.role == "prefill" else 1  # decode keeps one dummy slot
+    n_ranks = config.parallel.pp * config.parallel.tp * config.parallel.cp
+    return replace(
+        config,
+        model=resolve_model(config.model, machine),
+        cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
+        backends=replace(
+            backends,
+            attention=backends.attention if backends.attention != "auto" else "reference",
+            kda=backends.kda if backends.kda != "auto" else "reference",
+            moe_weights=backends.moe_weights if backends.moe_weights != "auto" else "dequant",
+            threads=backends.threads or max(1, machine.cores // n_ranks),
+        ),
+        serve=replace(config.serve, port=config.serve.port or DEFAULT_PORTS[config.role]),
+    )
+
+
+def resolve_sizes(config: EngineConfig, spec: K3Spec) -> EngineConfig:
+    """Pages of a pool and the longest request. `config` must have passed the refusals."""
+    cache, parallel = config.cache, config.parallel
+    longest = config.model.max_model_len or spec.max_position_embeddings
+    pages = cache.pages or pages_in_memory(config, spec)
+    if not cache.pages and cache.prefix == "off":
+        # Every holder of pages has a state slot: more pages than this could never be used.
+        pages = min(pages, cache.state_slots * -(-longest // (cache.page_tokens * parallel.cp)))
+    fits = min(longest, pages * cache.page_tokens * parallel.cp)
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=fits),
+        cache=replace(cache, pages=pages),
+    )
+
+
+def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
+    """Pages that fit into `memory_bytes` beside the state slots, on the tightest stage; 0 or less if none."""
+    mesh = Mesh(config.parallel.pp, config.parallel.tp, config.parallel.cp)
+    cache = config.cache
+    return min(
+        build_layout(
+            spec, mesh, stage, page_tokens=cache.page_tokens, dtype=config.model.dtype
+        ).pages_for(cache.memory_bytes, cache.state_slots)
+        for stage in range(mesh.pp)
+    )
