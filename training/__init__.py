@@ -1,0 +1,1 @@
+"""Trains, evaluates and exports the shipped model and its drafters; no service imports it."""
