@@ -206,7 +206,7 @@ class DecodeScheduler:
         self._to_open.append(request)
 
     def requeue(self, request: DecodeRequest) -> Hold:
-        """The candidate failed: give the reservation up, wait at the old place in the queue; returns what is quarantined."""
+        """The candidate failed: give the reservation up, wait at the old place in the queue; returns the quarantine."""
         request.apply(Event.REQUEUE)
         del self._filling[request.key]
         hold = self._quarantine(request)

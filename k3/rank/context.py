@@ -48,6 +48,10 @@ class PlanEnd:
         """Wait for the front's next message. Raises EOFError when the front is gone."""
         return self._channel.receive(plan_pb2.FrontMessage)
 
+    def receive_ready(self) -> list[plan_pb2.FrontMessage]:
+        """Messages that are already here, without waiting. Raises EOFError when the front is gone."""
+        return self._channel.receive_ready(plan_pb2.FrontMessage)
+
     def send(self, message: plan_pb2.RankMessage) -> None:
         """Send one message to the front."""
         self._channel.send(message)

@@ -1,0 +1,140 @@
+"""The decode rank's loop: one plan in, one step, one answer out, in order of `step_id`.
+
+A device may run a step while the next plan arrives: a step is launched from the row table alone, and its answer goes
+out when the device has it. On CPU a launched step is a finished one, so plan and answer alternate.
+`k3/rank/main.py` calls `run` with everything built.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import assert_never
+
+from decode_svc.capacity import table_width
+from decode_svc.ledger import Ledger
+from decode_svc.rank.graphs import Eager
+from decode_svc.rank.rows import DUMMY_SLOT, RowTable
+from decode_svc.rank.step import Outcome, VerifyStep, apply_rows
+from k3.rank.context import RankContext, StepEvent
+from k3.rpc.convert import token_to_proto
+from k3.v1 import plan_pb2
+
+ANSWER_POLL_S = 50e-6  # a launched step is polled this often while no plan waits
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    plan: plan_pb2.StepPlan
+    outcome: Outcome
+    event: StepEvent
+    received_s: float
+
+
+class DecodeRank:
+    """Executes plans over a context; separate from the connection, so that a test can drive it."""
+
+    def __init__(self, context: RankContext) -> None:
+        config, spec = context.config, context.spec
+        group = 1 + config.spec.draft_tokens
+        ledger = Ledger(config.cache.page_tokens, context.mesh.cp)
+        max_len = config.model.max_model_len or spec.max_position_embeddings
+        in_flight = config.schedule.depth - 1
+        width = table_width(ledger, max_len, config.spec.draft_tokens, in_flight)
+        max_rows = config.schedule.max_rows
+        device = context.stage.device
+        self._context = context
+        self._table = RowTable(max_rows, width, config.spec.draft_tokens, spec.vocab_size, device)
+        self._step = VerifyStep(
+            context.stage,
+            context.storage.caches(),
+            self._table,
+            ledger,
+            Eager(),
+            max_rows=max_rows,
+            group=group,
+        )
+        self._max_rows = max_rows
+        self._last_step = 0
+
+    def warm_up(self) -> None:
+        """Touch every kernel on the dummy row before the first request."""
+        self._context.storage.zero_slot(DUMMY_SLOT)
+        for bucket in (1, self._max_rows):
+            self._step.warm_up(bucket)
+            self._context.plans.send(_progress(bucket, self._max_rows))
+
+    def launch(self, plan: plan_pb2.StepPlan) -> Launched:
+        """Start a step. Raises ValueError for a plan out of order or of another group length."""
+        received_s = time.perf_counter()
+        if plan.step_id != self._last_step + 1:
+            raise ValueError(
+                f"plan {plan.step_id} after plan {self._last_step}: plans must be dense"
+            )
+        if plan.group_len != self._step.group or plan.chunks or not plan.verify_rows:
+            raise ValueError(
+                f"plan {plan.step_id}: group_len={plan.group_len} with {len(plan.chunks)} chunks and "
+                f"{len(plan.verify_rows)} verify rows; a decode rank takes verify rows of group_len={self._step.group}"
+            )
+        self._last_step = plan.step_id
+        apply_rows(self._table, plan)
+        rows = [row.row for row in plan.verify_rows]
+        outcome = self._step.launch(rows, max(row.base_bound for row in plan.verify_rows))
+        return Launched(plan, outcome, self._context.device.record(), received_s)
+
+    def answer(self, launched: Launched) -> plan_pb2.StepResult:
+        """The acknowledgement of a step; waits for the device."""
+        result = plan_pb2.StepResult(step_id=launched.plan.step_id)
+        for row, tokens in zip(launched.plan.verify_rows, launched.outcome.answers(), strict=True):
+            entry = result.rows.add(row=row.row, epoch=row.epoch)
+            entry.tokens.extend([token_to_proto(token) for token in tokens])
+            entry.n_drafts = launched.plan.group_len - 1
+        result.step_s = time.perf_counter() - launched.received_s
+        result.forward_s = launched.outcome.forward_s
+        return result
+
+
+def run(context: RankContext) -> None:
+    """Warm up, report ready, execute plans until Shutdown. Raises EOFError when the front is gone."""
+    rank = DecodeRank(context)
+    rank.warm_up()
+    context.plans.send(plan_pb2.RankMessage(ready=plan_pb2.RankReady()))
+    answers = context.rank == 0  # one acknowledgement per plan for the whole group
+    pending: deque[Launched] = deque()
+    while True:
+        messages = _next_messages(context, pending)
+        for message in messages:
+            match message.WhichOneof("message"):
+                case "plan":
+                    pending.append(rank.launch(message.plan))
+                case "shutdown":
+                    return
+                case "setup" | None:
+                    raise ValueError(f"a running rank got {message.WhichOneof('message')!r}")
+                case other:
+                    assert_never(other)
+        while pending and (pending[0].event.query() or not messages):
+            result = rank.answer(pending.popleft())
+            if answers:
+                context.plans.send(plan_pb2.RankMessage(result=result))
+
+
+def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_pb2.FrontMessage]:
+    """What the front says; with steps on the device only until the oldest of them is done (then empty)."""
+    if not pending:
+        return [context.plans.receive()]
+    while not pending[0].event.query():
+        messages = context.plans.receive_ready()
+        if messages:
+            return messages
+        time.sleep(ANSWER_POLL_S)
+    return []
+
+
+def _progress(done: int, total: int) -> plan_pb2.RankMessage:
+    return plan_pb2.RankMessage(
+        progress=plan_pb2.LoadProgress(stage="warm-up", done=done, total=total)
+    )

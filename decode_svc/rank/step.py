@@ -1,0 +1,137 @@
+"""One verify step on one rank: tables, forward, judgement, new rows.
+
+Every step is a verify group: the anchor and k drafts per row (k = 0 without a drafter: the group is the anchor). All
+state between steps is the row table; nothing here waits for the host. `launch` returns at once with an `Outcome` that
+is still on the device; `Outcome.answers` reads it.
+Letters: B rows, G group tokens, T = B * G, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_svc.ledger import Ledger
+from decode_svc.rank.graphs import GraphRunner
+from decode_svc.rank.rows import DUMMY_ROW, RowTable
+from decode_svc.rank.tables import GroupBatch, TableBuffers
+from k3.model.batch import StageCaches
+from k3.model.k3 import Stage
+from k3.sampling import Recipe, accept, with_logprobs
+from k3.types import TokenEvent
+from k3.v1 import plan_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step drew, still on the device. rows: of the requests, without padding."""
+
+    rows: tuple[int, ...]
+    recipe: Recipe
+    drawn_BG: Tensor
+    accepted_B: Tensor
+    logits_TV: Tensor
+    forward_s: float
+
+    def answers(self) -> list[list[TokenEvent]]:
+        """Per row the tokens emitted: accepted drafts and the bonus. Waits for the device."""
+        drawn, accepted = self.drawn_BG.tolist(), self.accepted_B.tolist()
+        emitted = [drawn[b][: accepted[b] + 1] for b in range(len(self.rows))]
+        events = [[TokenEvent(i) for i in ids] for ids in emitted]
+        group = self.recipe.group
+        for b in self.recipe.logprob_rows:
+            ids, first = emitted[b], b * group
+            logits = self.logits_TV[first : first + len(ids)]
+            events[b] = with_logprobs(logits, ids, self.recipe.rows[b].logprobs.top)
+        return events
+
+
+class VerifyStep:
+    """Runs steps of one stage; see the module's docstring."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        caches: StageCaches,
+        table: RowTable,
+        ledger: Ledger,
+        runner: GraphRunner,
+        *,
+        max_rows: int,
+        group: int,
+    ) -> None:
+        self._stage = stage
+        self._caches = caches
+        self._table = table
+        self._ledger = ledger
+        self._runner = runner
+        self.group = group
+        place = stage.place
+        self._buffers = TableBuffers(table, ledger, place.cp_rank, runner.bucket(max_rows), group)
+        self._composition: tuple[int, tuple[int, ...]] | None = None
+        self._recipe = Recipe((), group=group, device=table.device)
+
+    def warm_up(self, bucket: int) -> None:
+        """Run a bucket of dummy rows: no page is written, no request's state is touched."""
+        self.launch((DUMMY_ROW,) * bucket, self.group)
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[int], max_base: int) -> Outcome:
+        """One group for each of `rows` (distinct). max_base: upper bound of every row's base."""
+        table, bucket = self._table, self._runner.bucket(len(rows))
+        self._compose(tuple(rows), bucket)
+        started = time.perf_counter()
+        batch, logits = self._runner.run(
+            bucket, lambda: self._forward(bucket, max_base + self.group)
+        )
+        forward_s = time.perf_counter() - started
+        counts = [table.counts(row) for row in rows]
+        drawn_BG = self._recipe.draw(logits, batch.next_T, counts).view(bucket, self.group)
+        accepted_B = accept(drawn_BG, batch.drafts_BK, table.draft_len_R[batch.rows_B])
+        drawn_BG, accepted_B = self._agree(drawn_BG, accepted_B)
+        bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
+        table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
+        for b, seen in enumerate(counts):
+            if seen is not None:  # such rows have no drafts: one token
+                seen.add(drawn_BG[b, :1])
+        return Outcome(tuple(rows), self._recipe, drawn_BG, accepted_B, logits, forward_s)
+
+    def _compose(self, rows: tuple[int, ...], bucket: int) -> None:
+        """Prepare for a set of rows; free when it is that of the step before."""
+        composition = (self._table.version, rows)
+        if composition == self._composition:
+            return
+        padded = rows + (DUMMY_ROW,) * (bucket - len(rows))
+        self._buffers.choose(padded)
+        sampling = [self._table.sampling(row) for row in padded]
+        self._recipe = Recipe(sampling, group=self.group, device=self._table.device)
+        self._composition = composition
+
+    def _forward(self, bucket: int, max_len: int) -> tuple[GroupBatch, Tensor]:
+        batch = self._buffers.derive(bucket, max_len)
+        stage = self._stage
+        frame = stage.forward(None, self._caches, batch.verify).frame
+        return batch, stage.logits(stage.hidden(frame))
+
+    def _agree(self, drawn_BG: Tensor, accepted_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Every rank takes rank 0's decision."""
+        shard = self._stage.groups.shard
+        if shard.size == 1:
+            return drawn_BG, accepted_B
+        packed = torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
+        packed = shard.broadcast(packed)
+        return packed[:, :-1], packed[:, -1]
+
+
+def apply_rows(table: RowTable, plan: plan_pb2.StepPlan) -> None:
+    """Closed rows first, then opened ones; then every row of the step must be of the epoch the front means."""
+    for closed in plan.close_rows:
+        table.close(closed.row, closed.epoch)
+    for opened in plan.open_rows:
+        table.open(opened)
+    for row in plan.verify_rows:
+        table.check_epoch(row.row, row.epoch)

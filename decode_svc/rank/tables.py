@@ -1,0 +1,95 @@
+"""The batch of one verify step, derived from the device row table.
+
+Positions, pool slots and bounds are recomputed each step into buffers that never move, so that a captured graph reads
+them; nothing is carried over or corrected. `GroupBatch` is one bucket's share of the buffers.
+Letters: B rows, G group tokens, T = B * G, W page-table width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from k3_kernels.reference.tables import verify_tables
+from torch import Tensor
+
+from decode_svc.ledger import Ledger
+from decode_svc.rank.rows import DUMMY_ROW, RowTable
+from k3.model.batch import VerifyBatch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Inputs of one step: the model's batch, and what judging the group needs."""
+
+    verify: VerifyBatch
+    rows_B: Tensor
+    base_B: Tensor
+    drafts_BK: Tensor
+    next_T: Tensor  # position of the token drawn from each row of logits
+
+
+class TableBuffers:
+    """Persistent inputs for up to `max_rows` rows."""
+
+    def __init__(
+        self, table: RowTable, ledger: Ledger, cp_rank: int, max_rows: int, group: int
+    ) -> None:
+        self._table = table
+        self._ledger = ledger
+        self._cp_rank = cp_rank
+        self.group = group
+        width, device = table.pages_RW.shape[1], table.device
+        n = max_rows * group
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._rows = ints(max_rows)
+        self._valid = torch.zeros(max_rows, group, dtype=torch.bool, device=device)
+        self._base, self._slots, self._columns = ints(max_rows), ints(max_rows), ints(max_rows)
+        self._pages = ints(max_rows, width, dtype=torch.int32)
+        self._tokens, self._slot_T, self._next_T = ints(n), ints(n), ints(n)
+        self._bound_T = ints(n, dtype=torch.int32)
+        self._offsets_G = torch.arange(group, device=device)
+
+    def choose(self, rows: Sequence[int]) -> None:
+        """Set who takes part (padding with the dummy row included); stays until the next call."""
+        n = len(rows)
+        self._rows[:n] = torch.tensor(rows, dtype=torch.int64, device=self._table.device)
+        rows_B = self._rows[:n]
+        real = self._offsets_G <= self._table.draft_len_R[rows_B].unsqueeze(1)
+        self._valid[:n] = real & (rows_B != DUMMY_ROW).unsqueeze(1)
+        self._pages[:n] = self._table.pages_RW[rows_B]
+        self._slots[:n] = self._table.state_slot_R[rows_B]
+
+    def derive(self, n: int, max_len: int) -> GroupBatch:
+        """Overwrite the first `n` rows' tables from the row table. max_len: upper bound of every row's length."""
+        table, group = self._table, self.group
+        rows_B, t = self._rows[:n], n * group
+        base_B = torch.index_select(table.base_R, 0, rows_B, out=self._base[:n])
+        torch.index_select(table.read_column_R, 0, rows_B, out=self._columns[:n])
+        drafts_BK = table.drafts_RK[rows_B]
+        tokens_BG = self._tokens[:t].view(n, group)
+        tokens_BG[:, 0] = table.anchor_R[rows_B]
+        if group > 1:
+            tokens_BG[:, 1:] = drafts_BK
+        ledger = self._ledger
+        position, slot, bound = verify_tables(
+            base_B, self._pages[:n], self._valid[:n], ledger.page_tokens, ledger.cp, self._cp_rank
+        )
+        self._slot_T[:t].copy_(slot)
+        self._bound_T[:t].copy_(bound)
+        torch.add(position, 1, out=self._next_T[:t])
+        batch = VerifyBatch(
+            token_ids_T=self._tokens[:t],
+            page_table_BW=self._pages[:n],
+            slot_T=self._slot_T[:t],
+            bound_T=self._bound_T[:t],
+            state_slots_B=self._slots[:n],
+            read_column_B=self._columns[:n],
+            group=group,
+            max_bound=ledger.local_len(max_len, self._cp_rank),
+        )
+        return GroupBatch(batch, rows_B, base_B, drafts_BK, self._next_T[:t])
