@@ -342,7 +342,9 @@ def _architecture(wrapper: _Fields) -> str:
     value = wrapper.required("architectures", f"[{K3_ARCHITECTURE!r}]")
     listed = cast("list[Any]", value) if isinstance(value, list) else []
     if not listed or listed[0] not in ARCHITECTURES:
-        raise wrapper.error("architectures", value, f"a list with one of {sorted(ARCHITECTURES)}")
+        raise wrapper.error(
+            "architectures", cast("object", value), f"a list with one of {sorted(ARCHITECTURES)}"
+        )
     return ARCHITECTURES[listed[0]]
 
 

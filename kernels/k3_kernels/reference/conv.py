@@ -50,13 +50,13 @@ def verify(
     kept = weight_HSDw.shape[-1] - 1
     n_rows, group = u_BGHSD.shape[:2]
     u = u_BGHSD.permute(0, 2, 3, 4, 1)
-    old = windows[slots_B]
+    old = windows.index_select(0, slots_B)
     if tails.shape[-1]:
-        old = torch.cat((old, tails[slots_B]), -1)
+        old = torch.cat((old, tails.index_select(0, slots_B)), -1)
         column = read_column_B.view(-1, 1) + torch.arange(kept, device=u.device)  # [B, w - 1]
         old = old.gather(-1, column.view(n_rows, 1, 1, 1, kept).expand(*old.shape[:4], kept))
     u = torch.cat((old.to(u.dtype), u), -1)
-    windows[slots_B] = u[..., 1 : kept + 1].to(windows.dtype)
+    windows.index_copy_(0, slots_B, u[..., 1 : kept + 1].to(windows.dtype))
     if group > 1:
         tails[slots_B, ..., : group - 1] = u[..., kept + 1 :].to(tails.dtype)
     return _filter(u, weight_HSDw).permute(0, 4, 1, 2, 3)

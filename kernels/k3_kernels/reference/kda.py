@@ -135,11 +135,12 @@ def verify(
     `slots_B[b]` and leaves the state after group token t in column t.
     """
     first = slots_B * columns
-    state = states[first + read_column_B].to(q_BGHD.dtype)  # a copy: the source may be overwritten
+    # A copy, because the source column may be overwritten below.
+    state = states.index_select(0, first + read_column_B).to(q_BGHD.dtype)
     outputs: list[Tensor] = []
     for t in range(q_BGHD.shape[1]):
         outputs.append(
             step(state, q_BGHD[:, t], k_BGHD[:, t], v_BGHD[:, t], g_BGHD[:, t], beta_BGH[:, t])
         )
-        states[first + t] = state.to(states.dtype)
+        states.index_copy_(0, first + t, state.to(states.dtype))
     return torch.stack(outputs, 1)

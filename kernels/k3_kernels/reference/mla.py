@@ -63,7 +63,8 @@ def decode(
     """Absorbed attention of verify groups. Returns o [T, H, C] and lse [T, H] (wide, natural log)."""
     n_tokens, n_heads, width = q_THK.shape
     n_rows, group = plan.empty_BG.shape
-    keys = cache_PTK[plan.pages_BW].view(n_rows, -1, width).to(q_THK.dtype)  # [B, S, K], a copy
+    keys = cache_PTK.index_select(0, plan.pages_BW.flatten()).view(n_rows, -1, width)
+    keys = keys.to(q_THK.dtype)  # [B, S, K], a copy of the pages in use
     keys.masked_fill_(plan.dead_BS.unsqueeze(-1), 0)
     q = q_THK.reshape(n_rows, group * n_heads, width)
     score = (q @ keys.transpose(1, 2)).to(wide(q.dtype)) * scale  # [B, G * H, S]
@@ -99,7 +100,7 @@ def prefill(
         lo, hi = cu_lens[r], cu_lens[r + 1]
         n_keys = start + hi - lo
         pages = page_table_RW[r, : -(-n_keys // page_tokens)].to(torch.int64)
-        latent = cache_PTK[pages].view(-1, rank + shared)[:n_keys].to(q_THD.dtype)
+        latent = cache_PTK.index_select(0, pages).view(-1, rank + shared)[:n_keys].to(q_THD.dtype)
         kv = torch.matmul(latent[:, :rank], kv_up_HDC.transpose(1, 2))  # [H, S, N + V]
         extra = latent[:, rank:].expand(kv.shape[0], -1, -1)
         key = torch.cat((kv[..., :nope], extra), -1)

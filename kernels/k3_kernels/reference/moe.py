@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from k3_kernels.reference.mxfp4 import unpack
 from k3_kernels.reference.norm import situ
@@ -63,7 +64,7 @@ def _limit_groups(biased_TE: Tensor, rule: Routing) -> Tensor:
 
 
 class ExpertWeights(Protocol):
-    """Weights of the experts `first .. first + count - 1`."""
+    """Weights of the experts `first .. first + count - 1`; methods take the index among those held."""
 
     @property
     def first(self) -> int:
@@ -75,8 +76,12 @@ class ExpertWeights(Protocol):
         """Experts held here."""
         ...
 
-    def take(self, experts: Tensor | int) -> tuple[Tensor, Tensor]:
-        """w13 [.., 2F, Z] (gate rows, then up rows) and w2 [.., Z, F] of local expert index(es)."""
+    def w13(self, expert: int) -> Tensor:
+        """Gate rows, then up rows: [2F, Z]."""
+        ...
+
+    def w2(self, expert: int) -> Tensor:
+        """Down projection: [Z, F]."""
         ...
 
 
@@ -93,9 +98,13 @@ class DenseExperts:
         """Experts held here."""
         return self.w13_EFZ.shape[0]
 
-    def take(self, experts: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Rows of the stacked weights."""
-        return self.w13_EFZ[experts], self.w2_EZF[experts]
+    def w13(self, expert: int) -> Tensor:
+        """A view."""
+        return self.w13_EFZ[expert]
+
+    def w2(self, expert: int) -> Tensor:
+        """A view."""
+        return self.w2_EZF[expert]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +123,13 @@ class PackedExperts:
         """Experts held here."""
         return self.w13_packed.shape[0]
 
-    def take(self, experts: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Unpack the chosen experts."""
-        return (
-            unpack(self.w13_packed[experts], self.w13_scale[experts], self.dtype),
-            unpack(self.w2_packed[experts], self.w2_scale[experts], self.dtype),
-        )
+    def w13(self, expert: int) -> Tensor:
+        """Unpacked now."""
+        return unpack(self.w13_packed[expert], self.w13_scale[expert], self.dtype)
+
+    def w2(self, expert: int) -> Tensor:
+        """Unpacked now."""
+        return unpack(self.w2_packed[expert], self.w2_scale[expert], self.dtype)
 
 
 def experts(
@@ -130,47 +140,37 @@ def experts(
     beta: float,
     linear_beta: float | None,
 ) -> Tensor:
-    """Weighted sum of the chosen experts this rank holds. Returns [T, Z] in the wide dtype."""
-    local = ids_Tk - weights.first
-    held = (local >= 0) & (local < weights.count)
-    if ids_Tk.numel() <= GATHER_LIMIT:
-        y = _gathered(z_TZ, local.clamp(0, weights.count - 1), weights, beta, linear_beta)
-    else:
-        y = _looped(z_TZ, local.masked_fill(~held, weights.count), weights, beta, linear_beta)
-    weight = weight_Tk.masked_fill(~held, 0).unsqueeze(1)  # [T, 1, k]
-    return (weight @ y.to(weight.dtype)).squeeze(1)
+    """Weighted sum of the chosen experts this rank holds. Returns [T, Z] in the wide dtype.
 
-
-def _gathered(
-    z_TZ: Tensor, local_Tk: Tensor, weights: ExpertWeights, beta: float, linear_beta: float | None
-) -> Tensor:
-    """One batched product over copies of the chosen weights: no host work, for few pairs."""
-    w13, w2 = weights.take(local_Tk.flatten())
-    z = z_TZ.repeat_interleave(local_Tk.shape[1], 0).unsqueeze(-1)
-    gate, up = torch.bmm(w13, z).squeeze(-1).chunk(2, -1)
-    y = torch.bmm(w2, situ(gate, up, beta, linear_beta).unsqueeze(-1))
-    return y.view(*local_Tk.shape, -1)
-
-
-def _looped(
-    z_TZ: Tensor, local_Tk: Tensor, weights: ExpertWeights, beta: float, linear_beta: float | None
-) -> Tensor:
-    """Tokens grouped by expert, one pair of products per expert in use. Reads counts on the host.
-
-    local_Tk: index of the expert among those held here; `weights.count` for experts held elsewhere.
+    Pairs (token, choice) are grouped by expert: one pair of products per expert in use, everything
+    else once. Reads the group sizes on the host.
     """
-    flat = local_Tk.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=weights.count + 1).tolist()
-    grouped = z_TZ[torch.div(order, local_Tk.shape[1], rounding_mode="floor")]
-    y = z_TZ.new_zeros(flat.shape[0], z_TZ.shape[1])
+    n_tokens, top_k = ids_Tk.shape
+    local = (ids_Tk - weights.first).flatten()
+    # Experts held elsewhere sort behind all of ours and contribute zero.
+    local = local.masked_fill((local < 0) | (local >= weights.count), weights.count)
+    order = local.argsort(stable=True)
+    spans = _spans(torch.bincount(local, minlength=weights.count + 1).tolist()[:-1])
+    y = z_TZ.new_zeros(n_tokens * top_k, z_TZ.shape[1])
+    if spans:
+        order = order[: spans[-1][2]]
+        token = torch.div(order, top_k, rounding_mode="floor")
+        grouped = z_TZ.index_select(0, token)
+        inner = torch.cat([linear(grouped[lo:hi], weights.w13(e)) for e, lo, hi in spans])
+        gate, up = inner.chunk(2, -1)
+        active = situ(gate, up, beta, linear_beta)
+        outputs = torch.cat([linear(active[lo:hi], weights.w2(e)) for e, lo, hi in spans])
+        y.index_copy_(0, order, outputs)
+    y_TkZ = y.view(n_tokens, top_k, -1).to(weight_Tk.dtype)
+    return (weight_Tk.unsqueeze(1) @ y_TkZ).squeeze(1)
+
+
+def _spans(counts: list[int]) -> list[tuple[int, int, int]]:
+    """(expert, first row, row after the last) of every expert in use, rows in expert order."""
+    spans: list[tuple[int, int, int]] = []
     lo = 0
-    for expert, count in enumerate(counts[:-1]):
-        if count == 0:
-            continue
-        hi = lo + count
-        w13, w2 = weights.take(expert)
-        gate, up = torch.nn.functional.linear(grouped[lo:hi], w13).chunk(2, -1)
-        y[order[lo:hi]] = torch.nn.functional.linear(situ(gate, up, beta, linear_beta), w2)
-        lo = hi
-    return y.view(*local_Tk.shape, -1)
+    for expert, count in enumerate(counts):
+        if count:
+            spans.append((expert, lo, lo + count))
+            lo += count
+    return spans
