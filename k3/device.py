@@ -1,0 +1,187 @@
+# ruff: noqa: TID251  (this file is the exception to the ban on torch.cuda)
+"""The one place that knows what kind of device computes: events, pinned staging, graphs, start-up.
+
+`open_device("cpu" | "cuda:N")` gives a `CpuDevice` or a `CudaDevice` with the same methods. On CPU work is done when the
+call returns, so events are always complete, staging is ordinary memory and a captured step is run again.
+Nothing else in the project may name torch.cuda.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from k3.errors import ConfigError
+
+
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def query(self) -> bool:
+        """Whether everything before the point is done; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it is."""
+        ...
+
+
+class Graph(Protocol):
+    """A recorded sequence of device work over fixed buffers."""
+
+    def replay(self) -> None:
+        """Run it again with whatever the buffers hold now."""
+        ...
+
+
+class Device(Protocol):
+    """What ranks do with a device besides computing on it."""
+
+    torch_device: torch.device
+    collective_backend: str  # "gloo" | "nccl"
+    can_capture: bool
+
+    def record(self) -> Event:
+        """An event after all work issued so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until all work issued so far is done."""
+        ...
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device copies from and to without an extra copy."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record `work`, which must only touch persistent buffers. Runs it at least once."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the device; None where the host's memory is shared by everybody."""
+        ...
+
+
+class _Done:
+    """The event of a device whose work is done when the call returns."""
+
+    def query(self) -> bool:
+        """Always."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Again:
+    """The graph of a device that has none: the work itself."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        """Run the work."""
+        self._work()
+
+
+_DONE = _Done()
+
+
+class CpuDevice:
+    """Computation in this process's threads."""
+
+    collective_backend = "gloo"
+    can_capture = False
+
+    def __init__(self, n_threads: int) -> None:
+        """n_threads: of this process. Denormal states are flushed: they cost a hundredfold and mean zero."""
+        self.torch_device = torch.device("cpu")
+        torch.set_num_threads(n_threads)
+        torch.set_flush_denormal(True)
+
+    def record(self) -> Event:
+        """Always complete."""
+        return _DONE
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Ordinary memory."""
+        return torch.zeros(*shape, dtype=dtype)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Runs the work once; replay runs it again."""
+        work()
+        return _Again(work)
+
+    def free_bytes(self) -> int | None:
+        """Not ours to say."""
+        return None
+
+
+class CudaDevice:
+    """One GPU; all work of a rank goes to its current stream."""
+
+    collective_backend = "nccl"
+    can_capture = True
+    WARM_UP_RUNS = (
+        2  # libraries allocate workspaces in their first calls, which a capture must not see
+    )
+
+    def __init__(self, index: int) -> None:
+        """Raises ConfigError when there is no such GPU."""
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device cuda:{index} does not exist: torch sees "
+                f"{torch.cuda.device_count()} GPUs; set the device to cpu or make the GPU visible"
+            )
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+
+    def record(self) -> Event:
+        """An event on the current stream."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for the whole device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Page-locked host memory."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Warm up on a side stream, then record."""
+        side = torch.cuda.Stream(self.torch_device)
+        side.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(side):
+            for _ in range(self.WARM_UP_RUNS):
+                work()
+        torch.cuda.current_stream(self.torch_device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph
+
+    def free_bytes(self) -> int | None:
+        """Free memory of this GPU."""
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+
+def open_device(name: str, n_threads: int) -> Device:
+    """The device called `cpu`, `cuda` (the first GPU) or `cuda:N`. Raises ConfigError otherwise.
+
+    n_threads: CPU threads of this process's computation; unused on a GPU.
+    """
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and not index:
+        return CpuDevice(n_threads)
+    if kind == "cuda" and (index.isdigit() or not index):
+        return CudaDevice(int(index or 0))
+    raise ConfigError(f"device {name!r}: expected cpu, cuda or cuda:N")
