@@ -390,11 +390,12 @@ class Handoff:
                 text = f"no Received within {times.lease_s:g} s after Committed"
                 self._drain(export, DeadlineExceeded(text, code="not_received"))
                 return
-        elif export.prefilled_at is not None:
-            if now - export.tail_since >= times.transfer_deadline_s:
-                text = f"the transfer is not complete {times.transfer_deadline_s:g} s after the first token"
-                self._drain(export, TransferError(text, code="transfer_stalled"))
-                return
+        elif (
+            export.prefilled_at is not None and now - export.tail_since >= times.transfer_deadline_s
+        ):
+            text = f"the transfer is not complete {times.transfer_deadline_s:g} s after the first token"
+            self._drain(export, TransferError(text, code="transfer_stalled"))
+            return
         if now >= export.next_heartbeat_at:
             export.next_heartbeat_at = now + times.heartbeat_s
             export.seq += 1
