@@ -47,6 +47,10 @@ class LocalFabric:
         self.agents[agent.name] = agent
         return agent
 
+    def is_alive(self, name: str) -> bool:
+        """Whether an agent can be reached."""
+        return name in self.agents and name not in self.dead
+
     def kill(self, name: str) -> None:
         """The process of `name` dies: whoever touches it gets PeerLost."""
         self.dead.add(name)
@@ -147,18 +151,20 @@ class LocalAgent:
     def poll(self, handle: Handle) -> bool:
         """Land the write when its time has come."""
         write = self._live[handle]
+        if not self.fabric.is_alive(write.peer):
+            del self._live[handle]
+            raise PeerLost(f"peer {write.peer!r} is gone")
         if write.fate.stalls and not self.fabric.is_resumed:
             return False
         if self.fabric.clock() < write.ready_at:
             return False
         del self._live[handle]
-        peer = self._reach(write.peer)
         if write.fate.fails:
             raise WriteFailed(f"write to {write.peer!r} failed as scripted")
         for source, target, n_bytes in write.copies:
             ctypes.memmove(target, source, n_bytes)
         if not write.fate.loses_record:
-            peer.inbox.append(write.record)
+            self._reach(write.peer).inbox.append(write.record)
         return True
 
     def notify(self, peer: str, record: bytes) -> None:
@@ -182,10 +188,9 @@ class LocalAgent:
         self.fabric.agents.pop(self.name, None)
 
     def _reach(self, name: str) -> LocalAgent:
-        peer = self.fabric.agents.get(name)
-        if peer is None or name in self.fabric.dead:
+        if not self.fabric.is_alive(name):
             raise PeerLost(f"peer {name!r} is gone")
-        return peer
+        return self.fabric.agents[name]
 
 
 def _address(stripes: Stripes, index: int) -> int:

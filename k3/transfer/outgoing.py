@@ -1,0 +1,493 @@
+"""The sending side of a mover: transfers, their pieces, the handles in flight, proof of quiet.
+
+A transfer is open until its last pieces are out (sent) or it fails or is aborted (ending). An ending transfer posts
+nothing more; its posted handles are polled until each has ended, and only then is it quiet. Handles that do not end
+within `drain_s` cannot be stopped except by destroying the agent: `must_rebuild` asks the mover for that.
+Every status is put into `statuses`; time is an argument. Every exit of a transfer leaves a tombstone, so that a command
+that was on its way cannot bring it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from k3.config.tree import TransferConfig
+from k3.transfer.agent import Handle, PeerLost, TransferAgent, WriteFailed
+from k3.transfer.peers import Peer, Peers
+from k3.transfer.pieces import Share, destination_problem, shares
+from k3.transfer.record import Kind, Record
+from k3.v1 import plan_pb2, prefill_pb2
+
+log = logging.getLogger("k3.transfer")
+
+Status = plan_pb2.TransferStatus
+MAX_REPOSTS = 2
+MAX_TOMBSTONES = 16_384
+MAX_SENT = 1_024
+SLOWEST_BYTES_PER_S = 0.5e9 / 8  # deadline of a handle: eight times its duration at 0.5 GB/s
+POST_BYTES = 32 << 20  # per turn: a post may copy inside the call, and commands must not wait
+PROGRESS_S = 0.1
+RAISED_QUIET_S = 5.0  # GPU memory behind RDMA: a handle that raised may still land for this long
+
+
+class State(Enum):
+    """OPEN: pieces may come. SENT: everything is out. ENDING: failed or aborted, waiting for its handles."""
+
+    OPEN = "open"
+    SENT = "sent"
+    ENDING = "ending"
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One handle for one receiver, and its record; without a share the record goes alone."""
+
+    after_step: int
+    receiver: int
+    share: Share | None
+    record: Record
+
+    @property
+    def n_bytes(self) -> int:
+        return 0 if self.share is None else self.share.link.rows.length * len(self.share.source)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    start: plan_pb2.StartTransfer
+    peer: Peer
+    pages: dict[int, Sequence[int]]  # destination pages by receiver
+    queues: dict[int, deque[_Piece]]
+    records: dict[int, list[Record]]
+    state: State = State.OPEN
+    has_last: bool = False
+    n_live: int = 0
+    pool_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    bytes_done: int = 0
+    bytes_told: int = 0
+    told_at: float = 0.0
+    quiet_not_before: float = 0.0
+    drain_until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Live:
+    handle: Handle
+    transfer: _Transfer
+    piece: _Piece
+    deadline: float
+
+
+class Outgoing:
+    """Transfers of one sender rank."""
+
+    def __init__(self, peers: Peers, config: TransferConfig, agent: TransferAgent) -> None:
+        self._peers = peers
+        self._config = config
+        self._agent = agent
+        self._transfers: dict[int, _Transfer] = {}
+        self._sent: OrderedDict[int, None] = OrderedDict()
+        self._tombstones: OrderedDict[int, None] = OrderedDict()
+        self._live: list[_Live] = []
+        self._pair_live: dict[tuple[str, int], int] = {}
+        self._bytes_live = 0
+        self._completed_step = 0
+        self.statuses: list[Status] = []
+        self.bytes_total = 0
+        self.must_rebuild = False
+        has_gpu = any(region.memory == "VRAM" for region in agent.regions)
+        self._raised_pause_s = RAISED_QUIET_S if has_gpu else 0.0
+
+    # ------------------------------------------------------------------ what the mover asks
+
+    @property
+    def n_live(self) -> int:
+        """Posted handles that have not ended."""
+        return len(self._live)
+
+    @property
+    def n_zombies(self) -> int:
+        """Posted handles whose transfer is ending."""
+        return sum(live.transfer.state is State.ENDING for live in self._live)
+
+    @property
+    def is_waiting_for_step(self) -> bool:
+        """Whether pieces wait for a step that is not complete."""
+        return any(
+            queue and queue[0].after_step > self._completed_step
+            for transfer in self._transfers.values()
+            for queue in transfer.queues.values()
+        )
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether pieces could be posted but for the limits."""
+        return any(
+            queue and queue[0].after_step <= self._completed_step
+            for transfer in self._transfers.values()
+            for queue in transfer.queues.values()
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing changes before the next command."""
+        return not (self._live or self._ending() or self._peers.is_waiting or self.has_ready)
+
+    def step_completed(self, step_id: int) -> None:
+        """Everything up to this step is in memory."""
+        self._completed_step = max(self._completed_step, step_id)
+
+    def turn(self, now: float) -> bool:
+        """Poll, post, report. Returns whether a handle ended."""
+        has_ended = self._poll(now)
+        self._post(now)
+        self._finish(now)
+        self._peers.sweep(self._agent, now)
+        self.statuses += self._peers.connect_waiting(self._agent, now)
+        return has_ended
+
+    def reset(self, agent: TransferAgent, why: str, now: float) -> None:
+        """The old agent is destroyed, so everything it posted is quiet; its transfers fail and their peers are gone."""
+        for transfer in list(self._transfers.values()):
+            self._end(transfer, "stalled", why, now, is_peer_lost=True)
+        self._live.clear()
+        self._pair_live.clear()
+        self._bytes_live = 0
+        for transfer_id, transfer in self._transfers.items():
+            if transfer.state is State.ENDING:
+                self._quiet(transfer_id)
+        self._transfers.clear()
+        self._sent.clear()
+        self._peers.clear()
+        self._agent = agent
+        self.must_rebuild = False
+
+    # ------------------------------------------------------------------ commands
+
+    def connect(self, command: plan_pb2.ConnectPeer, now: float) -> None:
+        """Answered by PeerConnected, after outdated agents of the same instance are gone."""
+        outdated = self._peers.ask(command, now)
+        if outdated is not None:
+            self._lose(outdated, "replaced by new agents of the same instance", now)
+
+    def drop(self, peer_id: str, now: float) -> None:
+        """Forget a peer; its transfers fail."""
+        peer = self._peers.known.get(peer_id)
+        if peer is not None:
+            self._lose(peer, "dropped", now)
+
+    def start(self, command: plan_pb2.StartTransfer) -> None:
+        """Open a transfer, or answer TransferFailed at once."""
+        transfer_id = command.transfer_id
+        assert transfer_id not in self._transfers, f"transfer {transfer_id:#x} started twice"
+        peer = self._peers.known.get(command.peer_id)
+        if transfer_id in self._tombstones:
+            self._refuse(transfer_id, "it was aborted before it started")
+        elif peer is None or peer.is_lost:
+            self._refuse(transfer_id, f"peer {command.peer_id!r} is not connected", peer_lost=True)
+        elif problem := destination_problem(command, peer, self._peers.layout.page_tokens):
+            self._refuse(transfer_id, problem)
+        else:
+            lists = {one.rank: tuple(one.pages) for one in command.destination.rank_pages}
+            common = tuple(command.destination.pages)
+            self._transfers[transfer_id] = _Transfer(
+                command,
+                peer,
+                pages={receiver: lists.get(receiver, common) for receiver in peer.links},
+                queues={receiver: deque() for receiver in peer.links},
+                records={receiver: [] for receiver in peer.links},
+            )
+
+    def copy(self, command: plan_pb2.CopyPages) -> None:
+        """Queue this rank's share of pages, and with `last` of the state. Ignored for transfers that ended."""
+        transfer = self._transfers.get(command.transfer_id)
+        if transfer is None or transfer.state is not State.OPEN:
+            return
+        assert not transfer.has_last, f"transfer {command.transfer_id:#x}: pages after the last"
+        n_pages = -(-transfer.start.prompt_len // self._peers.layout.page_tokens)
+        assert command.first_page + len(command.pages) <= n_pages, (
+            f"transfer {command.transfer_id:#x}: pages {command.first_page}.."
+            f"{command.first_page + len(command.pages) - 1} of a prompt of {n_pages}"
+        )
+        for receiver in transfer.peer.pair.receivers(self._peers.rank, n_pages):
+            self._queue(transfer, receiver, command)
+        transfer.has_last = command.last
+
+    def abort(self, transfer_id: int, now: float) -> None:
+        """Stop posting; TransferQuiet follows when every posted handle has ended. Idempotent."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            self._quiet(transfer_id)
+        elif transfer.state is not State.ENDING:
+            self._begin_ending(transfer, now)
+
+    def resend(self, command: plan_pb2.ResendTransferRecords, now: float) -> None:
+        """Send records again, without bytes. While bytes are on their way their records come on their own."""
+        transfer = self._transfers.get(command.transfer_id)
+        if transfer is None or transfer.state is State.ENDING:
+            self._refuse(command.transfer_id, "its records are not known any more")
+            return
+        if transfer.state is State.OPEN:
+            return
+        for missing in command.missing:
+            if missing.sender != self._peers.rank:
+                continue
+            records = transfer.records.get(missing.receiver, [])
+            for seq in missing.seqs or range(len(records)):
+                if seq < len(records) and not transfer.peer.is_lost:
+                    self._notify(transfer, missing.receiver, records[seq], now)
+
+    # ------------------------------------------------------------------ one turn
+
+    def _poll(self, now: float) -> bool:
+        still: list[_Live] = []
+        for live in self._live:
+            transfer, piece = live.transfer, live.piece
+            try:
+                is_done = self._agent.poll(live.handle)
+            except PeerLost as error:
+                self._ended(live)
+                transfer.quiet_not_before = now + self._raised_pause_s
+                self._lose(transfer.peer, str(error), now)
+            except WriteFailed as error:
+                self._ended(live)
+                transfer.quiet_not_before = now + self._raised_pause_s
+                self._again(transfer, piece, error, now)
+            else:
+                if is_done:
+                    self._ended(live)
+                    self._account(transfer, piece)
+                    continue
+                still.append(live)
+                if now > live.deadline and transfer.state is State.OPEN:
+                    message = (
+                        f"a write of {piece.n_bytes} bytes to rank {piece.receiver} did not end"
+                    )
+                    self._end(transfer, "stalled", f"{message} within its deadline", now)
+        has_ended = len(still) < len(self._live)
+        self._live = still
+        return has_ended
+
+    def _post(self, now: float) -> None:
+        budget = POST_BYTES
+        for transfer in list(self._transfers.values()):
+            for receiver, queue in transfer.queues.items():
+                while queue and budget > 0 and self._may_post(transfer, queue[0]):
+                    piece = queue.popleft()
+                    budget -= piece.n_bytes
+                    if piece.share is None:
+                        self._notify(transfer, receiver, piece.record, now)
+                    else:
+                        self._write(transfer, piece, piece.share, now)
+
+    def _may_post(self, transfer: _Transfer, piece: _Piece) -> bool:
+        pair = (transfer.peer.peer_id, piece.receiver)
+        return (
+            piece.after_step <= self._completed_step
+            and self._pair_live.get(pair, 0) < self._config.handles_in_flight
+            and (
+                self._bytes_live == 0
+                or self._bytes_live + piece.n_bytes <= self._config.bytes_in_flight
+            )
+        )
+
+    def _write(self, transfer: _Transfer, piece: _Piece, share: Share, now: float) -> None:
+        try:
+            record = piece.record.pack()
+            handle = self._agent.write(share.link.lists, share.source, share.target, record)
+        except PeerLost as error:
+            self._lose(transfer.peer, str(error), now)
+            return
+        except WriteFailed as error:
+            self._again(transfer, piece, error, now)
+            return
+        patience = max(self._config.handle_deadline_s, piece.n_bytes / SLOWEST_BYTES_PER_S)
+        self._live.append(_Live(handle, transfer, piece, now + patience))
+        self._bytes_live += piece.n_bytes
+        pair = (transfer.peer.peer_id, piece.receiver)
+        self._pair_live[pair] = self._pair_live.get(pair, 0) + 1
+        transfer.n_live += 1
+        transfer.peer.n_live += 1
+
+    def _notify(self, transfer: _Transfer, receiver: int, record: Record, now: float) -> None:
+        """A record alone: the last one of a receiver without data in the last copy, or one asked for again."""
+        is_again = transfer.state is State.SENT
+        sent = replace(record, kind=Kind.AGAIN) if is_again else record
+        try:
+            self._agent.notify(transfer.peer.agents[receiver], sent.pack())
+        except (PeerLost, WriteFailed) as error:
+            self._lose(transfer.peer, str(error), now)
+
+    def _finish(self, now: float) -> None:
+        for transfer_id, transfer in list(self._transfers.items()):
+            match transfer.state:
+                case State.OPEN:
+                    is_out = transfer.has_last and not any(transfer.queues.values())
+                    if is_out and transfer.n_live == 0:
+                        self._all_sent(transfer, now)
+                    elif transfer.bytes_done > transfer.bytes_told:
+                        self._tell_progress(transfer, now)
+                case State.SENT:
+                    pass
+                case State.ENDING:
+                    if transfer.n_live == 0:
+                        if now >= transfer.quiet_not_before:
+                            del self._transfers[transfer_id]
+                            self._quiet(transfer_id)
+                    elif now > transfer.drain_until:
+                        self.must_rebuild = True
+
+    # ------------------------------------------------------------------ changes of one transfer
+
+    def _queue(self, transfer: _Transfer, receiver: int, command: plan_pb2.CopyPages) -> None:
+        found: list[Share | None] = list(
+            shares(
+                transfer.peer,
+                self._peers.rank,
+                receiver,
+                command,
+                transfer.pages[receiver],
+                transfer.start.destination.state_slot,
+                self._config.bytes_in_flight // self._config.handles_in_flight,
+            )
+        )
+        if command.last and not found:
+            found.append(None)
+        records = transfer.records[receiver]
+        total = len(records) + len(found)
+        for share in found:
+            is_last = command.last and len(records) == total - 1
+            record = Record(
+                kind=Kind.LAST if is_last else Kind.DATA,
+                sender=self._peers.rank,
+                transfer_id=command.transfer_id,
+                nonce=transfer.start.nonce,
+                seq=len(records),
+                total=total if is_last else 0,
+                tokens=command.tokens,
+            )
+            records.append(record)
+            piece = _Piece(command.after_step, receiver, share, record)
+            transfer.queues[receiver].append(piece)
+
+    def _ended(self, live: _Live) -> None:
+        pair = (live.transfer.peer.peer_id, live.piece.receiver)
+        self._pair_live[pair] -= 1
+        if self._pair_live[pair] == 0:
+            del self._pair_live[pair]
+        self._bytes_live -= live.piece.n_bytes
+        live.transfer.n_live -= 1
+        live.transfer.peer.n_live -= 1
+
+    def _account(self, transfer: _Transfer, piece: _Piece) -> None:
+        assert piece.share is not None
+        pool = piece.share.link.rows.pool
+        transfer.pool_bytes[pool] = transfer.pool_bytes.get(pool, 0) + piece.n_bytes
+        transfer.bytes_done += piece.n_bytes
+        self.bytes_total += piece.n_bytes
+
+    def _again(self, transfer: _Transfer, piece: _Piece, error: WriteFailed, now: float) -> None:
+        """Post a failed write once more, with the same sequence number; after that the peer counts as lost."""
+        if transfer.state is not State.OPEN:
+            return
+        if piece.record.repost >= MAX_REPOSTS:
+            self._lose(transfer.peer, f"{error} (posted {MAX_REPOSTS + 1} times)", now)
+            return
+        piece.record = replace(piece.record, repost=piece.record.repost + 1)
+        transfer.records[piece.receiver][piece.record.seq] = piece.record
+        transfer.queues[piece.receiver].appendleft(piece)
+
+    def _all_sent(self, transfer: _Transfer, now: float) -> None:
+        self._tell_progress(transfer, now, is_due=True)
+        transfer.state = State.SENT
+        transfer_id = transfer.start.transfer_id
+        totals = [
+            prefill_pb2.RecordTotal(
+                sender=self._peers.rank, receiver=receiver, records=len(records)
+            )
+            for receiver, records in transfer.records.items()
+            if records
+        ]
+        sent = plan_pb2.TransferSent(
+            transfer_id=transfer_id, totals=totals, bytes=transfer.pool_bytes
+        )
+        self.statuses.append(Status(sent=sent))
+        self._sent[transfer_id] = None
+        if len(self._sent) > MAX_SENT:
+            oldest, _none = self._sent.popitem(last=False)
+            self._transfers.pop(oldest, None)
+            self._bury(oldest)
+
+    def _tell_progress(self, transfer: _Transfer, now: float, *, is_due: bool = False) -> None:
+        if not is_due and now - transfer.told_at < PROGRESS_S:
+            return
+        transfer.bytes_told, transfer.told_at = transfer.bytes_done, now
+        progress = plan_pb2.TransferProgress(
+            transfer_id=transfer.start.transfer_id, bytes_done=transfer.bytes_done
+        )
+        self.statuses.append(Status(progress=progress))
+
+    def _lose(self, peer: Peer, message: str, now: float) -> None:
+        """The peer as a whole: its open transfers fail, it is forgotten once its handles have ended."""
+        if not peer.is_lost:
+            peer.is_lost = True
+            log.warning("lost peer %s: %s", peer.peer_id, message)
+        for transfer in self._transfers.values():
+            if transfer.peer is peer:
+                self._end(transfer, "peer_lost", message, now, is_peer_lost=True)
+
+    def _end(
+        self,
+        transfer: _Transfer,
+        reason: str,
+        message: str,
+        now: float,
+        *,
+        is_peer_lost: bool = False,
+    ) -> None:
+        """Fail an open transfer; TransferQuiet follows."""
+        if transfer.state is not State.OPEN:
+            return
+        self._begin_ending(transfer, now)
+        failed = plan_pb2.TransferFailed(
+            transfer_id=transfer.start.transfer_id,
+            reason=reason,
+            message=message,
+            peer_lost=is_peer_lost,
+        )
+        self.statuses.append(Status(failed=failed))
+
+    def _begin_ending(self, transfer: _Transfer, now: float) -> None:
+        transfer.state = State.ENDING
+        transfer.drain_until = now + self._config.drain_s
+        self._sent.pop(transfer.start.transfer_id, None)
+        for queue in transfer.queues.values():
+            queue.clear()
+
+    def _refuse(self, transfer_id: int, why: str, *, peer_lost: bool = False) -> None:
+        """Fail a transfer that was never open; nothing was posted for it, so it is quiet too."""
+        failed = plan_pb2.TransferFailed(
+            transfer_id=transfer_id,
+            reason="peer_lost" if peer_lost else "refused",
+            message=f"transfer {transfer_id:#x} is refused: {why}",
+            peer_lost=peer_lost,
+        )
+        self.statuses.append(Status(failed=failed))
+        self._quiet(transfer_id)
+
+    def _quiet(self, transfer_id: int) -> None:
+        self._bury(transfer_id)
+        quiet = plan_pb2.TransferQuiet(transfer_id=transfer_id)
+        self.statuses.append(Status(quiet=quiet))
+
+    def _bury(self, transfer_id: int) -> None:
+        self._tombstones[transfer_id] = None
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def _ending(self) -> bool:
+        return any(transfer.state is State.ENDING for transfer in self._transfers.values())
