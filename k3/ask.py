@@ -1,12 +1,14 @@
-"""One chat question over the public API, streamed; what `k3-local --ask` and `make demo` show.
+"""One chat question over the public API, streamed; what `k3-local --ask`, `make demo` and `helm test` show.
 
 Standard library only, so that it needs no extra. The load generator lives in `k3/bench/`.
 """
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,3 +105,35 @@ def _read(
         ttft_s=first,
         total_s=time.monotonic() - started,
     )
+
+
+def main() -> None:
+    """`python -m k3.ask --url URL QUESTION`: print the answer as it comes; exit 1 when there is none."""
+    p = argparse.ArgumentParser(prog="python -m k3.ask", description=main.__doc__)
+    p.add_argument("question")
+    p.add_argument("--url", default="http://127.0.0.1:8000", help="the router")
+    p.add_argument("--max-tokens", type=int, default=300)
+    p.add_argument("--timeout-s", type=float, default=120.0, help="of one read")
+    args = p.parse_args()
+
+    def show(piece: str, is_reasoning: bool) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    try:
+        answer = ask(
+            args.url,
+            args.question,
+            show,
+            max_tokens=args.max_tokens,
+            timeout_s=args.timeout_s,
+        )
+    except (K3Error, OSError) as error:
+        sys.stderr.write(f"{args.url}: {error}\n")
+        sys.exit(1)
+    sys.stdout.write("\n")
+    sys.exit(0 if answer.completion_tokens > 0 else 1)
+
+
+if __name__ == "__main__":
+    main()

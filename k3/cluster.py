@@ -104,7 +104,7 @@ class Options:
     router_flags: tuple[str, ...] = ()
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
-    log_format: str = "text"
+    preset: str = "tiny-demo"  # of every process; empty = none
     env: tuple[tuple[str, str], ...] = ()
 
 
@@ -158,8 +158,7 @@ class LocalCluster:
         self.members = [*self.prefills, *self.decodes, self.router]
 
     def _engine(self, role: str, i: int, port: int, ops_port: int, more: Sequence[str]) -> Member:
-        flags = ["--serve-port", port, "--serve-ops-port", ops_port, "--serve-drain-delay-s", 0]
-        flags += ["--telemetry-log-format", self.options.log_format, *more]
+        flags = [*self._preset(), "--serve-port", port, "--serve-ops-port", ops_port, *more]
         address, ops = f"127.0.0.1:{port}", f"127.0.0.1:{ops_port}"
         return Member(f"{role}-{i}", f"{role}_svc", tuple(map(str, flags)), address, ops)
 
@@ -168,11 +167,14 @@ class LocalCluster:
         admin_host, admin_port = self.admin.split(":")
         prefills = ",".join(m.address for m in self.prefills)
         decodes = ",".join(m.address for m in self.decodes)
-        flags = ["--http-host", host, "--http-port", port, "--http-drain-delay-s", "0"]
+        flags = [*self._preset(), "--http-host", host, "--http-port", port]
         flags += ["--http-admin-host", admin_host, "--http-admin-port", admin_port]
         flags += ["--fleet-prefills", prefills, "--fleet-decodes", decodes]
-        flags += ["--telemetry-log-format", self.options.log_format, *self.options.router_flags]
+        flags += self.options.router_flags
         return Member("router", "router", tuple(flags), address, address)
+
+    def _preset(self) -> list[str]:
+        return ["--preset", self.options.preset] if self.options.preset else []
 
     def __enter__(self) -> LocalCluster:
         self.start()

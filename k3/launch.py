@@ -23,7 +23,7 @@ from k3.errors import K3Error
 
 QUESTION = "Grace reads 18 pages every day. After 2 days, how many of the 269 pages are unread?"
 ROUTER = ("http-", "fleet-", "admission-")
-EVERYWHERE = ("model", "model-", "telemetry-")
+EVERYWHERE = ("model", "model-", "telemetry-", "log-")
 ENGINES = ("page-tokens", "cache-page-tokens", "cache-fill-nan", "transfer-", "backends-", "serve-")
 PREFIXED = ("prefill", "decode", "router")
 
@@ -95,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=8000, help="port of the API; 0 = any free one")
     p.add_argument("--prefills", type=int, default=1, help="prefill instances")
     p.add_argument("--decodes", type=int, default=1, help="decode instances")
+    p.add_argument("--preset", default="tiny-demo", help="of every service; '' = none")
     p.add_argument("--ask", metavar="TEXT", help="start, ask one question, print the answer, stop")
     p.add_argument("--demo", action="store_true", help="--ask with a built-in question, any port")
     p.add_argument("--check", action="store_true", help="print configurations and refusals; 0 or 2")
@@ -189,6 +190,7 @@ def main() -> None:
                 port=port,
                 n_prefills=args.prefills,
                 n_decodes=args.decodes,
+                preset=args.preset,
                 router_flags=tuple(flags["router"]),
                 prefill_flags=tuple(flags["prefill"]),
                 decode_flags=tuple(flags["decode"]),

@@ -1,0 +1,119 @@
+{{/* The objects of an engine, prefill or decode: one text for both. Each takes dict root, component. */}}
+
+{{/* The process's own YAML. What the chart decides wins over `config`; values.schema.json refuses those keys there. */}}
+{{- define "k3.engineConfig" -}}
+{{- $values := index .root.Values .component -}}
+{{- $transfer := .root.Values.transfer -}}
+{{- $serve := dict
+  "host" "0.0.0.0" "port" (int $values.port) "ops_host" "0.0.0.0" "ops_port" (int $values.opsPort)
+  "drain_delay_s" (int $values.drain.delaySeconds) "drain_timeout_s" (int $values.drain.timeoutSeconds)
+-}}
+{{- if eq .component "decode" -}}
+{{- $prefills := include "k3.addresses" (dict "root" .root "component" "prefill") | fromYamlArray -}}
+{{- $_ := set $serve "prefills" $prefills -}}
+{{- end -}}
+{{- $ports := printf "%d-%d" (int $transfer.firstPort) (int $transfer.lastPort) -}}
+{{- $ours := dict "serve" $serve "transfer" (dict "port_range" $ports) -}}
+{{- $model := include "k3.modelConfig" .root | fromYaml -}}
+{{- toYaml (mergeOverwrite (deepCopy $values.config) $model $ours) -}}
+{{- end -}}
+
+{{- define "k3.engineConfigMap" -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ include "k3.name" . }}
+  labels: {{ include "k3.labels" . | nindent 4 }}
+data:
+  config.yaml: |
+    {{- include "k3.engineConfig" . | nindent 4 }}
+{{- end -}}
+
+{{/* Headless: each instance has a name of its own; the router probes also those that are not ready. */}}
+{{- define "k3.engineService" -}}
+{{- $values := index .root.Values .component -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "k3.name" . }}
+  labels: {{ include "k3.labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {{ include "k3.selector" . | nindent 4 }}
+  ports:
+    - {name: grpc, port: {{ $values.port }}, targetPort: grpc, appProtocol: grpc}
+    - {name: ops, port: {{ $values.opsPort }}, targetPort: ops}
+{{- end -}}
+
+{{- define "k3.engineStatefulSet" -}}
+{{- $values := index .root.Values .component -}}
+apiVersion: apps/v1
+kind: StatefulSet
+metadata:
+  name: {{ include "k3.name" . }}
+  labels: {{ include "k3.labels" . | nindent 4 }}
+spec:
+  replicas: {{ $values.replicas }}
+  serviceName: {{ include "k3.name" . }}
+  podManagementPolicy: Parallel
+  selector:
+    matchLabels: {{ include "k3.selector" . | nindent 6 }}
+  template:
+    metadata:
+      labels: {{ include "k3.labels" . | nindent 8 }}
+      annotations:
+        checksum/config: {{ include "k3.engineConfig" . | sha256sum }}
+        {{- with $values.podAnnotations }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    spec:
+      {{- include "k3.podCommon" . | nindent 6 }}
+      containers:
+        - name: {{ .component }}
+          {{- include "k3.containerCommon" . | nindent 10 }}
+          ports:
+            - {name: grpc, containerPort: {{ $values.port }}}
+            - {name: ops, containerPort: {{ $values.opsPort }}}
+          {{- include "k3.probes" "ops" | nindent 10 }}
+          volumeMounts:
+            {{- include "k3.volumeMounts" .root | nindent 12 }}
+            - {name: shm, mountPath: /dev/shm}
+      volumes:
+        {{- include "k3.volumes" . | nindent 8 }}
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
+{{- end -}}
+
+{{/* Who may call an engine: gRPC from `callers`, ops from monitoring, the data plane from the other engine. */}}
+{{- define "k3.engineNetworkPolicy" -}}
+{{- $values := index .root.Values .component -}}
+{{- $transfer := .root.Values.transfer -}}
+{{- $callers := eq .component "prefill" | ternary (list "router" "decode") (list "router") -}}
+{{- $peer := eq .component "prefill" | ternary "decode" "prefill" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "k3.name" . }}
+  labels: {{ include "k3.labels" . | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels: {{ include "k3.selector" . | nindent 6 }}
+  policyTypes: [Ingress]
+  ingress:
+    - ports:
+        - {port: {{ $values.port }}, protocol: TCP}
+      from:
+        {{- range $callers }}
+        - podSelector:
+            matchLabels: {{ include "k3.selector" (dict "root" $.root "component" .) | nindent 14 }}
+        {{- end }}
+    - ports:
+        - {port: {{ $transfer.firstPort }}, endPort: {{ $transfer.lastPort }}, protocol: TCP}
+      from:
+        - podSelector:
+            matchLabels: {{ include "k3.selector" (dict "root" .root "component" $peer) | nindent 14 }}
+    - ports:
+        - {port: {{ $values.opsPort }}, protocol: TCP}
+      from: {{ .root.Values.networkPolicy.monitoring | default (list (dict "namespaceSelector" (dict))) | toYaml | nindent 8 }}
+{{- end -}}
