@@ -1,8 +1,8 @@
 # ruff: noqa: TID251  (this file is the exception to the ban on torch.cuda)
 """The one place that knows what kind of device computes: events, pinned staging, graphs, start-up.
 
-`open_device("cpu" | "cuda:N")` gives a `CpuDevice` or a `CudaDevice` with the same methods. On CPU work is done when the
-call returns, so events are always complete, staging is ordinary memory and a captured step is run again.
+`open_device("cpu" | "cuda:N")` gives a `CpuDevice` or a `CudaDevice` with the same methods. On CPU work is done when
+the call returns, so events are always complete, staging is ordinary memory and a captured step is run again.
 Nothing else in the project may name torch.cuda.
 """
 
