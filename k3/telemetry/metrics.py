@@ -1,0 +1,359 @@
+"""Every metric of every process, declared once; one class per role, each on its own registry.
+
+Names and labels are API: `docs/metrics.md` is generated from here (`python -m k3.telemetry.metrics`). Label sets whose
+values are known are created at once, so that a series exists at 0 before traffic. Seconds and bytes only; counters end
+in `_total`. Gauges of load are set from the instance's own counters when somebody scrapes (`LoadMetrics.show`), so
+engines only observe what happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from k3.v1 import instance_pb2
+
+LATENCY_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+STEP_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    2.5,
+)
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TOKENS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
+
+M = TypeVar("M", Counter, Gauge, Histogram)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One row of the documentation."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+class Declare:
+    """Makes metrics on one registry and remembers what was made."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.rows: list[Declared] = []
+
+    def counter(self, name: str, help: str, **labels: Sequence[str]) -> Counter:
+        """A counter; `labels` maps each label to its known values (empty: made when first used)."""
+        return self._add(Counter, name, help, labels)
+
+    def gauge(self, name: str, help: str, **labels: Sequence[str]) -> Gauge:
+        """A gauge; labels as in `counter`."""
+        return self._add(Gauge, name, help, labels)
+
+    def histogram(
+        self, name: str, help: str, buckets: Sequence[float], **labels: Sequence[str]
+    ) -> Histogram:
+        """A histogram; labels as in `counter`."""
+
+        def make(
+            name: str, help: str, names: Sequence[str], registry: CollectorRegistry
+        ) -> Histogram:
+            return Histogram(name, help, names, registry=registry, buckets=buckets)
+
+        return self._add(make, name, help, labels)
+
+    def _add(
+        self, make: Callable[..., M], name: str, help: str, labels: dict[str, Sequence[str]]
+    ) -> M:
+        metric = make(name, help, tuple(labels), registry=self._registry)
+        if labels and all(labels.values()):
+            for values in itertools.product(*labels.values()):
+                metric.labels(*values)
+        kind = "histogram" if isinstance(metric, Histogram) else type(metric).__name__.lower()
+        self.rows.append(Declared(name, kind, tuple(labels), help))
+        return metric
+
+
+class CommonMetrics:
+    """What every process says of itself."""
+
+    def __init__(self, d: Declare) -> None:
+        self.build_info = d.gauge("k3_build_info", "Always 1; the program's version.", version=())
+        self.config_info = d.gauge(
+            "k3_config_info",
+            "Always 1; names of the resolved configuration and of the cache layout.",
+            config_hash=(),
+            layout_fingerprint=(),
+        )
+        self.ready = d.gauge("k3_ready", "1 while new requests are taken.")
+        self.draining = d.gauge("k3_draining", "1 while draining.")
+        self.start_time = d.gauge(
+            "k3_process_start_time_seconds", "Start of the process, Unix time."
+        )
+        self.start_time.set(time.time())
+
+    def identify(self, version: str, config_hash: str, layout_fingerprint: str) -> None:
+        """Set the info gauges; an earlier identity goes away."""
+        self.build_info.clear()
+        self.build_info.labels(version).set(1)
+        self.config_info.clear()
+        self.config_info.labels(config_hash, layout_fingerprint).set(1)
+
+
+class LoadMetrics:
+    """Pools of an engine, as in the load snapshot it publishes."""
+
+    def __init__(self, d: Declare) -> None:
+        self.pages = d.gauge(
+            "k3_kv_pages",
+            "Pages by state; pinned pages are among the used ones.",
+            state=("free", "used", "cached", "pinned", "quarantined"),
+        )
+        self.state_slots = d.gauge(
+            "k3_state_slots", "State slots by state.", state=("vacant", "live", "quarantined")
+        )
+
+    def show(self, load: instance_pb2.Load) -> None:
+        """Set every gauge from a snapshot."""
+        pages = {
+            "free": load.pages_free,
+            "used": load.pages_used,
+            "cached": load.pages_cached,
+            "pinned": load.pages_pinned,
+            "quarantined": load.pages_quarantined,
+        }
+        for state, n in pages.items():
+            self.pages.labels(state).set(n)
+        busy = load.state_slots_used + load.state_slots_quarantined
+        self.state_slots.labels("vacant").set(load.state_slots_total - busy)
+        self.state_slots.labels("live").set(load.state_slots_used)
+        self.state_slots.labels("quarantined").set(load.state_slots_quarantined)
+
+
+class TransferMetrics:
+    """Transfers, seen from either side."""
+
+    def __init__(self, d: Declare) -> None:
+        self.seconds = d.histogram(
+            "k3_transfer_seconds",
+            "From the first token until the last byte is known in place.",
+            LATENCY_S,
+        )
+        self.bytes = d.counter(
+            "k3_transfer_bytes_total", "Bytes moved.", kind=("kv", "kda", "draft")
+        )
+        self.failures = d.counter(
+            "k3_transfer_failures_total",
+            "Transfers that did not complete.",
+            reason=("aborted", "handle", "stalled", "lease", "peer_lost", "fenced", "deadline"),
+        )
+        self.in_flight = d.gauge("k3_transfer_in_flight", "Transfers running.")
+        self.fenced_writes = d.counter(
+            "k3_transfer_fenced_writes_total",
+            "Records or messages of an older generation, dropped.",
+        )
+        self.connects = d.counter(
+            "k3_transfer_connects_total",
+            "Connect calls of pairs.",
+            result=("ok", "refused", "failed"),
+        )
+        self.leases_active = d.gauge("k3_transfer_leases_active", "Destinations under a lease.")
+        self.leases_expired = d.counter(
+            "k3_transfer_leases_expired_total", "Leases that ran out without a heartbeat."
+        )
+
+
+class EngineMetrics:
+    """What prefill and decode share."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.declare = Declare(self.registry)
+        self.common = CommonMetrics(self.declare)
+        self.load = LoadMetrics(self.declare)
+        self.transfer = TransferMetrics(self.declare)
+
+    def show(self, load: instance_pb2.Load) -> None:
+        """Set every gauge from a load snapshot."""
+        self.load.show(load)
+        self.transfer.in_flight.set(load.transfers)
+
+
+class PrefillMetrics(EngineMetrics):
+    """Metrics of `k3-prefill`."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        d = self.declare
+        self.running = d.gauge("k3_prefill_running", "Requests being computed or transferred.")
+        self.waiting = d.gauge("k3_prefill_waiting", "Requests waiting for their first chunk.")
+        self.tokens = d.counter("k3_prefill_tokens_total", "Prompt tokens computed.")
+        self.chunk_s = d.histogram(
+            "k3_prefill_chunk_seconds", "One step: receipt of the plan to its end.", STEP_S
+        )
+        self.queue_s = d.histogram(
+            "k3_prefill_queue_wait_seconds", "From arrival to the first chunk.", LATENCY_S
+        )
+
+    def show(self, load: instance_pb2.Load) -> None:
+        """Set every gauge from a load snapshot."""
+        super().show(load)
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+
+
+class DecodeMetrics(EngineMetrics):
+    """Metrics of `k3-decode`."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        d = self.declare
+        self.running = d.gauge("k3_decode_running", "Requests admitted.")
+        self.waiting = d.gauge("k3_decode_waiting", "Requests waiting for admission.")
+        self.step_s = d.histogram(
+            "k3_decode_step_seconds", "One step: receipt of the plan to its end.", STEP_S
+        )
+        self.forward_s = d.histogram(
+            "k3_decode_forward_seconds", "The model's forward inside a step.", STEP_S
+        )
+        self.batch_size = d.histogram("k3_decode_batch_size", "Rows of a step.", BATCH)
+        self.tokens = d.counter(
+            "k3_decode_tokens_total", "Tokens emitted, the first ones excluded."
+        )
+        self.preemptions = d.counter(
+            "k3_preemptions_total", "Requests taken off their rows by the scheduler."
+        )
+        self.candidates_failed = d.counter(
+            "k3_transfer_candidates_failed_total",
+            "Prefill candidates given up, by reason.",
+            reason=(
+                *("unavailable", "resource_exhausted", "layout_mismatch", "reconnect_required"),
+                *(
+                    "transfer_stalled",
+                    "transfer_failed",
+                    "instance_failed",
+                    "deadline",
+                    "not_allowed",
+                ),
+            ),
+        )
+
+    def show(self, load: instance_pb2.Load) -> None:
+        """Set every gauge from a load snapshot."""
+        super().show(load)
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.rows_used.set(load.rows_used)
+
+
+class RouterMetrics:
+    """Metrics of `k3-router`."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.declare = d = Declare(self.registry)
+        self.common = CommonMetrics(d)
+        self.http_requests = d.counter(
+            "k3_http_requests_total", "HTTP requests answered.", path=(), method=(), code=()
+        )
+        self.http_s = d.histogram(
+            "k3_http_request_duration_seconds",
+            "HTTP request to the end of its answer.",
+            LATENCY_S,
+            path=(),
+        )
+        self._requests(d)
+        self._fleet(d)
+
+    def _requests(self, d: Declare) -> None:
+        self.in_flight = d.gauge("k3_router_requests_in_flight", "Generations being served.")
+        self.queue_depth = d.gauge("k3_router_queue_depth", "Requests waiting for an instance.")
+        self.queue_s = d.histogram(
+            "k3_router_queue_seconds", "Time in the router's queue.", LATENCY_S
+        )
+        self.rejected = d.counter(
+            "k3_router_rejected_total",
+            "Requests turned away by admission.",
+            reason=("queue_full", "queue_timeout", "capacity_exceeded", "draining", "no_instance"),
+        )
+        self.ttft_s = d.histogram(
+            "k3_router_time_to_first_token_seconds", "Arrival to the first token.", LATENCY_S
+        )
+        self.itl_s = d.histogram(
+            "k3_router_inter_token_latency_seconds", "Between tokens of one generation.", STEP_S
+        )
+        self.e2e_s = d.histogram(
+            "k3_router_e2e_request_latency_seconds", "Arrival to the last token.", LATENCY_S
+        )
+        self.stage_s = d.histogram(
+            "k3_router_stage_seconds",
+            "Where the time of a generation went.",
+            LATENCY_S,
+            stage=("queue", "pair", "prefill", "transfer", "first_decode", "decode"),
+        )
+        self.prompt_tokens = d.counter("k3_router_prompt_tokens_total", "Prompt tokens served.")
+        self.generation_tokens = d.counter("k3_router_generation_tokens_total", "Tokens generated.")
+        self.cached_tokens = d.counter(
+            "k3_router_cached_tokens_total", "Prompt tokens whose prefill was skipped."
+        )
+        self.finish = d.counter(
+            "k3_router_finish_total",
+            "Generations by end.",
+            reason=("stop", "length", "error", "cancelled"),
+        )
+        self.errors = d.counter("k3_router_errors_total", "Error answers by code.", code=())
+        self.cancelled = d.counter(
+            "k3_router_requests_cancelled_total",
+            "Requests whose client went away.",
+            stage=("queue", "prefill", "decode"),
+        )
+
+    def _fleet(self, d: Declare) -> None:
+        self.retries = d.counter(
+            "k3_router_retries_total", "Attempts after the first.", stage=(), reason=()
+        )
+        self.pair_selections = d.counter(
+            "k3_router_pair_selections_total", "Pairs chosen.", policy=()
+        )
+        self.instance_up = d.gauge(
+            "k3_router_instance_up", "Usable instances.", instance_role=("prefill", "decode")
+        )
+        self.instance_in_flight = d.gauge(
+            "k3_router_instance_in_flight", "Generations at an instance.", instance_id=()
+        )
+        self.circuit_state = d.gauge(
+            "k3_router_circuit_state", "0 closed, 1 half open, 2 open.", instance_id=()
+        )
+
+
+def document() -> str:
+    """All metrics as Markdown: `docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "Prometheus text on `/metrics` (OpenMetrics by `Accept`). Generated from `k3/telemetry/metrics.py`",
+        "(`python -m k3.telemetry.metrics > docs/metrics.md`). Names and labels are API.",
+    ]
+    roles = (
+        ("k3-router", RouterMetrics()),
+        ("k3-prefill", PrefillMetrics()),
+        ("k3-decode", DecodeMetrics()),
+    )
+    for title, metrics in roles:
+        lines += ["", f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
+        for row in metrics.declare.rows:
+            labels = ", ".join(row.labels)
+            lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.help} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
