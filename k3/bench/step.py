@@ -1,8 +1,8 @@
 """`k3-bench step`: where the time of a decode step goes, at several batch sizes, on a cluster of its own.
 
-While exactly `batch` requests decode, two readings of decode's own histograms bound a window. Its wall time per step
-is split into the model's forward, the rest of the rank's step (tables, sampling, read-back), and what remains: front,
-channel and waiting. The loop's own share is everything but the forward.
+Decode's own histograms are read again and again; the stretches between two readings count in which every step had
+exactly `batch` rows. Their wall time per step is split into the model's forward, the rest of the rank's step (tables,
+sampling, read-back), and what remains: front, channel and waiting. The loop's own share is all but the forward.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from k3.errors import K3Error
 
 STEP = "k3_decode_step_seconds"
 FORWARD = "k3_decode_forward_seconds"
-RUNNING = "k3_decode_running"
-POLL_S = 0.05
+ROWS = "k3_decode_batch_size"
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,30 @@ class Reading:
     """Decode's histograms at one moment."""
 
     at_s: float
-    running: float
+    n_rows: float  # summed over steps
     n_steps: float
     step_s: float
     forward_s: float
+
+    def since(self, other: Reading) -> Reading:
+        """What happened between two readings."""
+        return Reading(
+            self.at_s - other.at_s,
+            self.n_rows - other.n_rows,
+            self.n_steps - other.n_steps,
+            self.step_s - other.step_s,
+            self.forward_s - other.forward_s,
+        )
+
+    def plus(self, other: Reading) -> Reading:
+        """Two stretches together."""
+        return Reading(
+            self.at_s + other.at_s,
+            self.n_rows + other.n_rows,
+            self.n_steps + other.n_steps,
+            self.step_s + other.step_s,
+            self.forward_s + other.forward_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +95,7 @@ def read(ops: str) -> Reading:
     try:
         return Reading(
             time.monotonic(),
-            values[RUNNING],
+            values[f"{ROWS}_sum"],
             values[f"{STEP}_count"],
             values[f"{STEP}_sum"],
             values[f"{FORWARD}_sum"],
@@ -85,30 +105,29 @@ def read(ops: str) -> Reading:
 
 
 async def window(cluster: LocalCluster, batch: int, args: argparse.Namespace) -> Split:
-    """Let `batch` requests decode together; the longest stretch in which all of them did."""
-    info = json.loads(
-        await asyncio.to_thread(lambda: get(cluster.router.ops, "/tokenizer_info").body)
+    """Let `batch` requests decode together; K3Error when they hardly did."""
+    info = await asyncio.to_thread(get, cluster.router.ops, "/tokenizer_info")
+    vocab = int(json.loads(info.body)["vocab_size"])
+    work = RandomWorkload(args.prompt_tokens, args.output_tokens, vocab, seed=batch)
+    load = asyncio.create_task(
+        drive(cluster.url, work, Arrivals(batch, batch, 0.0, 0), timeout_s=300.0)
     )
-    work = RandomWorkload(args.prompt_tokens, args.output_tokens, int(info["vocab_size"]), batch)
-    arrivals = Arrivals(batch, batch, 0.0, 0)
-    load = asyncio.create_task(drive(cluster.url, work, arrivals, timeout_s=300.0))
     ops = cluster.decodes[0].ops
-    first = last = None
+    total, last = Reading(0, 0, 0, 0, 0), await asyncio.to_thread(read, ops)
     while not load.done():
-        now = await asyncio.to_thread(read, ops)
-        if now.running == batch:
-            first, last = first or now, now
         await asyncio.sleep(POLL_S)
+        now = await asyncio.to_thread(read, ops)
+        stretch, last = now.since(last), now
+        if stretch.n_steps > 0 and stretch.n_rows == batch * stretch.n_steps:
+            total = total.plus(stretch)
     failed = [r.error for r in await load if r.error]
     if failed:
         raise K3Error(f"batch {batch}: {len(failed)} of {batch} requests failed: {failed[0]}")
-    if first is None or last is None or last.n_steps - first.n_steps < 8:
-        raise K3Error(f"batch {batch}: too few steps with all rows; raise --output-tokens")
-    n = last.n_steps - first.n_steps
-    wall = (last.at_s - first.at_s) / n
-    step = (last.step_s - first.step_s) / n
-    forward = (last.forward_s - first.forward_s) / n
-    return Split(batch, int(n), wall, forward, step - forward, wall - step)
+    n = total.n_steps
+    if n < 8:
+        raise K3Error(f"batch {batch}: {n:g} steps with all rows; raise --output-tokens")
+    step, forward = total.step_s / n, total.forward_s / n
+    return Split(batch, int(n), total.at_s / n, forward, step - forward, total.at_s / n - step)
 
 
 def table(splits: list[Split]) -> Table:
