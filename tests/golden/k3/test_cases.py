@@ -134,7 +134,7 @@ def test_every_token_chooses_the_reference_experts(
         assert_close(weights, expected[f"layer{layer}.topk_weights"], STATES, f"weights {layer}")
 
 
-class _recorded_routes:  # noqa: N801
+class _recorded_routes:
     """Keeps what each MoE layer's router answered, by layer."""
 
     def __init__(self, stage: Stage) -> None:
