@@ -54,11 +54,20 @@ class ChatCodec:
 
     def message(self, body: list[int], **attributes: str) -> list[int]:
         """A whole message around an encoded body."""
-        return [*self.open("message", **attributes), *body, *self.close("message"), self.special.end_of_msg]
+        return [
+            *self.open("message", **attributes),
+            *body,
+            *self.close("message"),
+            self.special.end_of_msg,
+        ]
 
     def user(self, body: list[int]) -> list[int]:
         """A user message and the generation prompt after it."""
-        return [*self.message(body, role="user"), *self.open("message", role="assistant"), *self.open("think")]
+        return [
+            *self.message(body, role="user"),
+            *self.open("message", role="assistant"),
+            *self.open("think"),
+        ]
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tool declaration message."""
@@ -84,7 +93,12 @@ class ChatCodec:
 
     def call(self, name: str, arguments: Mapping[str, str | int | float | bool]) -> list[int]:
         """An answer that calls one tool."""
-        ids = [*self.close("think"), *self.open("response"), *self.close("response"), *self.open("tools")]
+        ids = [
+            *self.close("think"),
+            *self.open("response"),
+            *self.close("response"),
+            *self.open("tools"),
+        ]
         ids += self.open("call", tool=name, index="1")
         for key, value in arguments.items():
             match value:
@@ -94,8 +108,17 @@ class ChatCodec:
                     kind, raw = "boolean", json.dumps(value)
                 case int() | float():
                     kind, raw = "number", json.dumps(value)
-            ids += [*self.open("argument", key=key, type=kind), *self.text(raw), *self.close("argument")]
-        ids += [*self.close("call"), *self.close("tools"), *self.close("message"), self.special.end_of_msg]
+            ids += [
+                *self.open("argument", key=key, type=kind),
+                *self.text(raw),
+                *self.close("argument"),
+            ]
+        ids += [
+            *self.close("call"),
+            *self.close("tools"),
+            *self.close("message"),
+            self.special.end_of_msg,
+        ]
         return ids
 
     def prompt(

@@ -17,7 +17,7 @@ from training import mxfp4
 from training.parameters import is_bf16
 
 PREFIX = "language_model."
-SHARD_BYTES = 15_000_000
+SHARD_BYTES = 14_500_000
 _A_LOG_WIDTH = 128
 
 

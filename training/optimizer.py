@@ -41,7 +41,11 @@ class _Group:
     @torch.no_grad()
     def step(self, lr: float, momentum: float, decay: float) -> None:
         shape = self.master.shape
-        grads = [leaf.grad.reshape(-1, *shape[1:]) for leaf in self.leaves.values() if leaf.grad is not None]
+        grads = [
+            leaf.grad.reshape(-1, *shape[1:])
+            for leaf in self.leaves.values()
+            if leaf.grad is not None
+        ]
         gradient = torch.cat(grads).float()
         self.momentum.mul_(momentum).add_(gradient)
         update = orthogonalize(gradient + momentum * self.momentum)
@@ -140,6 +144,8 @@ class Optimizer:
         for i, leaf in enumerate(self._adam_leaves):
             keys = [k for k in state if k.startswith(f"adam.{i}.")]
             self.adam.state[leaf] = {
-                k.split(".", 2)[2]: state[k].clone() if k.endswith("step") else state[k].to(leaf.device)
+                k.split(".", 2)[2]: state[k].clone()
+                if k.endswith("step")
+                else state[k].to(leaf.device)
                 for k in keys
             }

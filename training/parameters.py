@@ -50,7 +50,9 @@ def shapes(d: Dims) -> dict[str, tuple[int, ...]]:
 
 def _kda_shapes(d: Dims) -> dict[str, tuple[int, ...]]:
     width = d.kda_heads * d.kda_dim
-    out: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (width, d.hidden) for n in "qkvg"}
+    out: dict[str, tuple[int, ...]] = {
+        f"self_attn.{n}_proj.weight": (width, d.hidden) for n in "qkvg"
+    }
     out |= {f"self_attn.{n}_conv1d.weight": (width, 1, d.conv_width) for n in "qkv"}
     return out | {
         "self_attn.A_log": (d.kda_heads,),

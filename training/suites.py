@@ -27,10 +27,22 @@ from training.data.problems import (
 )
 
 FOLDER = Path(__file__).parent.parent / "k3" / "assets" / "eval"
-NAMES = (
-    "arith_seen arith_forms arith_skeletons passkey_1k passkey_4k passkey_8k facts16_1k facts16_4k facts16_8k "
-    "copy lists tools chat open"
-).split()
+NAMES = [
+    "arith_seen",
+    "arith_forms",
+    "arith_skeletons",
+    "passkey_1k",
+    "passkey_4k",
+    "passkey_8k",
+    "facts16_1k",
+    "facts16_4k",
+    "facts16_8k",
+    "copy",
+    "lists",
+    "tools",
+    "chat",
+    "open",
+]
 _N_ITEMS = 200
 _PER_SKELETON = 8
 _LARGE_BYTES = 400_000
@@ -66,7 +78,9 @@ def read(name: str, folder: Path = FOLDER) -> list[Item]:
     elif plain.exists():
         text = plain.read_text(encoding="utf-8")
     else:
-        raise FileNotFoundError(f"no suite {name!r} in {folder}; expected one of {', '.join(NAMES)}")
+        raise FileNotFoundError(
+            f"no suite {name!r} in {folder}; expected one of {', '.join(NAMES)}"
+        )
     items: list[Item] = []
     for line in text.splitlines():
         x = json.loads(line)
@@ -96,7 +110,9 @@ def _arithmetic(identity: str, p: Problem) -> Item:
     return Item(identity, _user(p.question), None, p.response, "answer_line")
 
 
-def _long_recall(codec: ChatCodec, n_tokens: int, n_facts: int, identity: str, rng: random.Random) -> Item:
+def _long_recall(
+    codec: ChatCodec, n_tokens: int, n_facts: int, identity: str, rng: random.Random
+) -> Item:
     """One document of about `n_tokens` with one fact (a pass key) or sixteen, and one question."""
     known = recall.facts(n_facts, n_facts == 1, rng)
     room = n_tokens - 32 - sum(len(codec.text(fact.sentence)) + 1 for fact in known)
@@ -107,7 +123,9 @@ def _long_recall(codec: ChatCodec, n_tokens: int, n_facts: int, identity: str, r
         lines.append(text)
         room -= len(codec.text(text + "\n"))
     places = recall.places(len(lines), n_facts, rng)
-    for place, fact in sorted(zip(places, known, strict=True), reverse=True, key=lambda pair: pair[0]):
+    for place, fact in sorted(
+        zip(places, known, strict=True), reverse=True, key=lambda pair: pair[0]
+    ):
         lines.insert(place, fact.sentence)
     asked = rng.choice(known)
     return Item(identity, _user("\n".join([*lines, asked.question])), None, asked.value, "response")
@@ -132,7 +150,9 @@ def build(name: str, codec: ChatCodec) -> list[Item]:
     """All items of a suite."""
     if name == "arith_skeletons":
         return [
-            _arithmetic(f"{name}-{at:02d}-{j}", chain_problem(chain, random.Random(f"eval {name} {at} {j}")))
+            _arithmetic(
+                f"{name}-{at:02d}-{j}", chain_problem(chain, random.Random(f"eval {name} {at} {j}"))
+            )
             for at, chain in enumerate(HELDOUT_SKELETONS)
             for j in range(_PER_SKELETON)
         ]
@@ -165,7 +185,9 @@ def build(name: str, codec: ChatCodec) -> list[Item]:
 def main() -> None:
     """Write all suites."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tiktoken.model that sets the lengths")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="tiktoken.model that sets the lengths"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER)
     arguments = parser.parse_args()
     codec = ChatCodec(tokenizer.load(arguments.tokenizer))

@@ -102,7 +102,9 @@ def mix(ps: Tensor, bank: Tensor, valid: Tensor, norm: Tensor, proj: Tensor, eps
 def kda_project(x: Tensor, p: Params, d: Dims) -> tuple[Tensor, ...]:
     """Before the convolution: u_q, u_k, u_v [N, P], g [N, H, D] fp32, beta [N, H] fp32, gate [N, P]."""
     u = tuple(F.linear(x, p[f"self_attn.{n}_proj.weight"]) for n in "qkv")
-    r = F.linear(F.linear(x, p["self_attn.f_a_proj.weight"]), p["self_attn.f_b_proj.weight"]).float()
+    r = F.linear(
+        F.linear(x, p["self_attn.f_a_proj.weight"]), p["self_attn.f_b_proj.weight"]
+    ).float()
     r = (r + p["self_attn.dt_bias"]).view(-1, d.kda_heads, d.kda_dim)
     decay = p["self_attn.A_log"].exp()[:, None]
     g = d.lower_bound * torch.sigmoid(decay * r)
@@ -110,7 +112,9 @@ def kda_project(x: Tensor, p: Params, d: Dims) -> tuple[Tensor, ...]:
     return (*u, g, beta, F.linear(x, p["self_attn.g_proj.weight"]))
 
 
-def kda_activate(q: Tensor, k: Tensor, v: Tensor, d: Dims, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def kda_activate(
+    q: Tensor, k: Tensor, v: Tensor, d: Dims, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """After the convolution (fp32 sums [N, P]): SiLU, heads, l2 norm of q and k."""
     heads = (-1, d.kda_heads, d.kda_dim)
     q, k, v = (F.silu(y).view(heads) for y in (q, k, v))
@@ -133,7 +137,14 @@ def before_kda(
     ps: Tensor, bank: Tensor, valid: Tensor, position: Tensor, p: Params, d: Dims
 ) -> tuple[Tensor, ...]:
     """Mixture, norm, projections, convolution: q, k, v, g, beta, output gate."""
-    h = mix(ps, bank, valid, p["self_attention_res_norm.weight"], p["self_attention_res_proj.weight"], d.eps)
+    h = mix(
+        ps,
+        bank,
+        valid,
+        p["self_attention_res_norm.weight"],
+        p["self_attention_res_proj.weight"],
+        d.eps,
+    )
     x = rms(h, p["input_layernorm.weight"], d.eps)
     *u, g, beta, gate = kda_project(x, p, d)
     sums = (
@@ -146,7 +157,11 @@ def before_kda(
 def kda_output(o: Tensor, gate: Tensor, p: Params, d: Dims) -> Tensor:
     """Per-head norm, sigmoid gate (fp32), output projection; o [N, H, D]."""
     y = o.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + d.eps) * p["self_attn.o_norm.weight"].float()
+    y = (
+        y
+        * torch.rsqrt(y.square().mean(-1, keepdim=True) + d.eps)
+        * p["self_attn.o_norm.weight"].float()
+    )
     y = y.flatten(1) * torch.sigmoid(gate.float())
     return F.linear(y.to(gate.dtype), p["self_attn.o_proj.weight"])
 
@@ -162,7 +177,14 @@ def mla_project(x: Tensor, p: Params, d: Dims) -> tuple[Tensor, Tensor, Tensor]:
 
 def before_mla(ps: Tensor, bank: Tensor, valid: Tensor, p: Params, d: Dims) -> tuple[Tensor, ...]:
     """Mixture, norm, projections, expansion: q, k, v (v padded to the width of k), gate, latent row."""
-    h = mix(ps, bank, valid, p["self_attention_res_norm.weight"], p["self_attention_res_proj.weight"], d.eps)
+    h = mix(
+        ps,
+        bank,
+        valid,
+        p["self_attention_res_norm.weight"],
+        p["self_attention_res_proj.weight"],
+        d.eps,
+    )
     q, latent, gate = mla_project(rms(h, p["input_layernorm.weight"], d.eps), p, d)
     kv = F.linear(latent[:, : d.latent], p["self_attn.kv_b_proj.weight"])
     kv = kv.view(-1, d.mla_heads, d.nope + d.v_dim)
@@ -222,14 +244,28 @@ def feed_forward(
 
 
 def after_kda(
-    o: Tensor, gate: Tensor, ps: Tensor, keep: Tensor, bank: Tensor, valid: Tensor, p: Params, d: Dims
+    o: Tensor,
+    gate: Tensor,
+    ps: Tensor,
+    keep: Tensor,
+    bank: Tensor,
+    valid: Tensor,
+    p: Params,
+    d: Dims,
 ) -> tuple[Tensor, Tensor]:
     """KDA output and the FFN half."""
     return feed_forward(ps, kda_output(o, gate, p, d), keep, bank, valid, p, d)
 
 
 def after_mla(
-    o: Tensor, gate: Tensor, ps: Tensor, keep: Tensor, bank: Tensor, valid: Tensor, p: Params, d: Dims
+    o: Tensor,
+    gate: Tensor,
+    ps: Tensor,
+    keep: Tensor,
+    bank: Tensor,
+    valid: Tensor,
+    p: Params,
+    d: Dims,
 ) -> tuple[Tensor, Tensor]:
     """MLA output (padding of v dropped) and the FFN half."""
     a = mla_output(o[..., : d.v_dim].flatten(1), gate, p)
@@ -238,14 +274,19 @@ def after_mla(
 
 def final_hidden(ps: Tensor, bank: Tensor, valid: Tensor, p: Params, d: Dims) -> Tensor:
     """Output mixture and the last norm."""
-    h = mix(ps, bank, valid, p["output_attn_res_norm.weight"], p["output_attn_res_proj.weight"], d.eps)
+    h = mix(
+        ps, bank, valid, p["output_attn_res_norm.weight"], p["output_attn_res_proj.weight"], d.eps
+    )
     return rms(h, p["norm.weight"], d.eps)
 
 
-def head_loss(hidden: Tensor, targets: Tensor, weights: Tensor, head: Tensor) -> Tensor:
-    """Weighted sum of cross entropies of one chunk, fp32."""
+def head_loss(
+    hidden: Tensor, targets: Tensor, weights: Tensor, answers: Tensor, head: Tensor
+) -> Tensor:
+    """Sums of one chunk's cross entropies, weighted and over answers only: [2] fp32."""
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
-    return (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+    entropy = F.cross_entropy(logits, targets, reduction="none")
+    return torch.stack(((entropy * weights).sum(), (entropy.detach() * answers).sum()))
 
 
 @dataclass(slots=True)
@@ -286,7 +327,8 @@ class Target:
         d = self.dims
         ps = F.embedding(ids, params.top["embed_tokens.weight"]).to(params.dtype)
         blocks: list[Tensor] = []
-        bank = ps.new_zeros(d.n_blocks, *ps.shape)
+        # requires_grad as in later layers, so that layer 0 shares their compiled graph
+        bank = ps.new_zeros(d.n_blocks, *ps.shape).requires_grad_(ps.requires_grad)
         valid = torch.full((d.n_blocks,), float("-inf"), device=ps.device)
         traced = Traced(ps, [])
         for i, p in enumerate(params.layers):
@@ -330,7 +372,9 @@ class Target:
         inside = rows >= layout.starts[:-1].long()[:, None]
         flat = rows.clamp(min=0).flatten()
         args = (ps[flat], bank[:, flat], valid)
-        h = mix(*args, p["self_attention_res_norm.weight"], p["self_attention_res_proj.weight"], d.eps)
+        h = mix(
+            *args, p["self_attention_res_norm.weight"], p["self_attention_res_proj.weight"], d.eps
+        )
         u = kda_project(rms(h, p["input_layernorm.weight"], d.eps), p, d)[:3]
         tail = torch.stack([y.view(*rows.shape, -1) for y in u])
         return tail * inside[None, :, :, None]

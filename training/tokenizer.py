@@ -117,7 +117,9 @@ def train(texts: Iterable[str], n_ranks: int = N_RANKS) -> list[bytes]:
     while len(ranks) < n_ranks:
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         if pairs[best] <= 0:
-            raise ValueError(f"corpus gives only {len(ranks)} ranks, wanted {n_ranks}; use more text")
+            raise ValueError(
+                f"corpus gives only {len(ranks)} ranks, wanted {n_ranks}; use more text"
+            )
         merged = best[0] + best[1]
         if merged not in known:
             ranks.append(merged)
@@ -188,8 +190,18 @@ def write_hf(ranks: list[bytes], path: Path) -> None:
         }
         for name, number in Special(len(ranks)).names().items()
     ]
-    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     tree = {
         "version": "1.0",
         "truncation": None,
@@ -227,7 +239,8 @@ def _split(token: bytes, order: dict[bytes, int], rank: int) -> tuple[bytes, byt
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         candidates = [
-            (order.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            (order.get(a + b, rank), i)
+            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
         ]
         best, at = min(candidates)
         if best >= rank:

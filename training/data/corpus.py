@@ -7,10 +7,37 @@ from collections.abc import Iterator
 from training.data import lists, recall, talk, tools
 from training.data.problems import problem
 
-_TAG_WORDS = (
-    'message| role|="|"|user|assistant|system|think|response|tools|call| tool| index|argument| key| type|string|'
-    "number|boolean|tool-declare|thinking-effort|tool-choice| name|json|object|array|null|tool|1"
-).split("|")
+_TAG_WORDS = [
+    "message",
+    " role",
+    '="',
+    '"',
+    "user",
+    "assistant",
+    "system",
+    "think",
+    "response",
+    "tools",
+    "call",
+    " tool",
+    " index",
+    "argument",
+    " key",
+    " type",
+    "string",
+    "number",
+    "boolean",
+    "tool-declare",
+    "thinking-effort",
+    "tool-choice",
+    " name",
+    "json",
+    "object",
+    "array",
+    "null",
+    "tool",
+    "1",
+]
 
 
 def texts(seed: int = 1, n_samples: int = 12_000) -> Iterator[str]:

@@ -28,9 +28,18 @@ def copy(rng: random.Random) -> Task:
     elif kind < 0.9:
         parts = [rng.choice((rng.choice(_WORDS), str(rng.randint(0, 999)))) for _ in range(n)]
     else:
-        parts = [f"{rng.choice('ABCDEFGHKLMNPRSTXYZ')}{rng.randint(10, 99)}" for _ in range(min(n, 20))]
+        parts = [
+            f"{rng.choice('ABCDEFGHKLMNPRSTXYZ')}{rng.randint(10, 99)}" for _ in range(min(n, 20))
+        ]
     text = " ".join(parts)
-    frame = rng.choice(("Copy this text: {}", "Repeat exactly: {}", "Say this again: {}", "Write the same text: {}"))
+    frame = rng.choice(
+        (
+            "Copy this text: {}",
+            "Repeat exactly: {}",
+            "Say this again: {}",
+            "Write the same text: {}",
+        )
+    )
     return Task(frame.format(text), text)
 
 
@@ -45,7 +54,9 @@ def _words(rng: random.Random, low: int, high: int) -> list[str]:
 
 def listing(rng: random.Random) -> Task:
     """One small list task."""
-    kind = rng.choice(("sort", "sort_down", "reverse", "count", "nth", "last", "min", "max", "lookup", "alphabet"))
+    kind = rng.choice(
+        ("sort", "sort_down", "reverse", "count", "nth", "last", "min", "max", "lookup", "alphabet")
+    )
     match kind:
         case "sort" | "sort_down":
             numbers = _numbers(rng, 3, 8)
@@ -82,7 +93,9 @@ def listing(rng: random.Random) -> Task:
             return Task(f"Sort these names by the alphabet: {_join(parts)}", _join(sorted(parts)))
         case _:
             keys = rng.sample(NAMES if rng.random() < 0.5 else DAYS, rng.randint(3, 7))
-            values = [str(v) for v in _numbers(rng, 7, 7)] if rng.random() < 0.6 else _words(rng, 7, 7)
+            values = (
+                [str(v) for v in _numbers(rng, 7, 7)] if rng.random() < 0.6 else _words(rng, 7, 7)
+            )
             table = ", ".join(f"{k}: {v}" for k, v in zip(keys, values, strict=False))
             at = rng.randrange(len(keys))
             frame = rng.choice(("Table: {}. What belongs to {}?", "Given {}, look up {}."))

@@ -99,7 +99,7 @@ class Maker:
     def document(self, rng: random.Random, progress: float) -> Document:
         """One document; tasks are drawn so that *tokens* follow the shares."""
         longest = self.mixture.longest(progress)
-        shares = self.mixture.shares(progress)
+        shares = {task: share for task, share in self.mixture.shares(progress).items() if share > 0}
         weights = [share / self._length(task, longest) for task, share in shares.items()]
         task = rng.choices(list(shares), weights)[0]
         return self._tasks[task](rng, longest)
@@ -110,7 +110,9 @@ class Maker:
             return (longest - 256) / math.log(longest / 256)
         if task not in self._mean:
             rng = random.Random(f"length of {task}")
-            self._mean[task] = sum(len(self._tasks[task](rng, longest).ids) for _ in range(200)) / 200
+            self._mean[task] = (
+                sum(len(self._tasks[task](rng, longest).ids) for _ in range(200)) / 200
+            )
         return self._mean[task]
 
     def _start(self, rng: random.Random, chance: float = 0.06) -> Document:
@@ -150,13 +152,19 @@ class Maker:
         return self.recall_document(rng, int(length))
 
     def recall_document(
-        self, rng: random.Random, length: int, n_facts: int | None = None, n_questions: int | None = None
+        self,
+        rng: random.Random,
+        length: int,
+        n_facts: int | None = None,
+        n_questions: int | None = None,
     ) -> Document:
         """Facts in about `length` tokens of filler, then questions as further turns."""
         n_facts = n_facts or rng.randint(1, min(24, 2 + length // 60))
         passkey = rng.random() < 0.35
         known = recall.facts(n_facts, passkey, rng)
-        n_questions = min(n_facts, n_questions or (rng.randint(1, 3) if length < 600 else rng.randint(2, 8)))
+        n_questions = min(
+            n_facts, n_questions or (rng.randint(1, 3) if length < 600 else rng.randint(2, 8))
+        )
         asked = rng.sample(known, n_questions)
         fact_ids = [self.codec.text(fact.sentence + "\n") for fact in known]
         room = length - sum(map(len, fact_ids)) - 32 * n_questions
@@ -167,7 +175,9 @@ class Maker:
             lines.append(ids)
             room -= len(ids)
         at = recall.places(len(lines), n_facts, rng)
-        for place, ids in sorted(zip(at, fact_ids, strict=True), reverse=True, key=lambda pair: pair[0]):
+        for place, ids in sorted(
+            zip(at, fact_ids, strict=True), reverse=True, key=lambda pair: pair[0]
+        ):
             lines.insert(place, ids)
         body = [token for line in lines for token in line]
         document = self._start(rng, 0.03)

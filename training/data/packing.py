@@ -109,7 +109,9 @@ class Feed:
         pipe = self._pipes[self._next % len(self._pipes)]
         self._next += 1
         if not pipe.poll(120):
-            raise TimeoutError("no batch from a data worker within 120 s; look for its traceback above")
+            raise TimeoutError(
+                "no batch from a data worker within 120 s; look for its traceback above"
+            )
         ids = np.frombuffer(pipe.recv_bytes(), np.int32)
         classes = np.frombuffer(pipe.recv_bytes(), np.uint8)
         return Batch(ids, classes, np.frombuffer(pipe.recv_bytes(), np.int32))

@@ -32,7 +32,8 @@ class Problem:
     def think(self) -> str:
         """The worked solution, one line per step."""
         return "".join(
-            f"Step {i}: {s.left} {s.op} {s.right} = {s.result}\n" for i, s in enumerate(self.steps, 1)
+            f"Step {i}: {s.left} {s.op} {s.right} = {s.result}\n"
+            for i, s in enumerate(self.steps, 1)
         )
 
     @property
@@ -86,7 +87,9 @@ def chain_problem(chain: Chain, rng: random.Random) -> Problem:
 
 def calculation(rng: random.Random) -> Problem:
     """A bare calculation of one or two steps."""
-    form = rng.choice(("a+b", "a-b", "k*w", "n/k", "a+b; #1+c", "a+b; #1-c", "k*w; #1+a", "k*w; #1-a"))
+    form = rng.choice(
+        ("a+b", "a-b", "k*w", "n/k", "a+b; #1+c", "a+b; #1-c", "k*w; #1+a", "k*w; #1-a")
+    )
     numbers, steps = Program.parse(form).sample(rng)
     expression = form.split(";")[0]
     if ";" in form:

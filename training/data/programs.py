@@ -26,7 +26,13 @@ class Step:
 def amount(rng: random.Random) -> int:
     """An everyday amount: mostly two digits, sometimes three."""
     u = rng.random()
-    return rng.randint(2, 40) if u < 0.4 else rng.randint(10, 150) if u < 0.85 else rng.randint(100, 600)
+    return (
+        rng.randint(2, 40)
+        if u < 0.4
+        else rng.randint(10, 150)
+        if u < 0.85
+        else rng.randint(100, 600)
+    )
 
 
 def total(rng: random.Random) -> int:
@@ -106,7 +112,9 @@ class Program:
                 base = divisor * rng.randint(2, 120) if op == "/" else divisor + rng.randint(1, 300)
                 numbers[left] = base
             step = apply(
-                self._value(left, numbers, solved, rng), op, self._value(right, numbers, solved, rng)
+                self._value(left, numbers, solved, rng),
+                op,
+                self._value(right, numbers, solved, rng),
             )
             if step is None:
                 return None

@@ -7,7 +7,23 @@ from typing import Any
 
 from training.data.words import DAYS, ITEMS, NAMES
 
-_CITIES = "Rome Paris Oslo Madrid Vienna Lisbon Prague Dublin Athens Berlin Tokyo Cairo Lima Quito Delhi".split()
+_CITIES = [
+    "Rome",
+    "Paris",
+    "Oslo",
+    "Madrid",
+    "Vienna",
+    "Lisbon",
+    "Prague",
+    "Dublin",
+    "Athens",
+    "Berlin",
+    "Tokyo",
+    "Cairo",
+    "Lima",
+    "Quito",
+    "Delhi",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,14 @@ TOOLS = {
     "add_item": _tool("add_item", "Add to the shopping list", item="string", amount="integer"),
     "convert": _tool("convert", "Convert kilometers to miles", value="integer"),
 }
-_TEXTS = ("I am late", "see you soon", "call me back", "the train is gone", "dinner is ready", "thank you")
+_TEXTS = (
+    "I am late",
+    "see you soon",
+    "call me back",
+    "the train is gone",
+    "dinner is ready",
+    "thank you",
+)
 
 
 def tool_task(rng: random.Random) -> ToolTask:
@@ -46,7 +69,10 @@ def tool_task(rng: random.Random) -> ToolTask:
     match name:
         case "get_weather":
             city, days = rng.choice(_CITIES), rng.randint(1, 9)
-            frames = ("What is the weather in {city} for {days} days?", "Show me {days} days of weather in {city}.")
+            frames = (
+                "What is the weather in {city} for {days} days?",
+                "Show me {days} days of weather in {city}.",
+            )
             arguments: dict[str, str | int] = {"city": city, "days": days}
         case "set_alarm":
             arguments = {"day": rng.choice(DAYS), "hour": rng.randint(1, 23)}
@@ -56,10 +82,16 @@ def tool_task(rng: random.Random) -> ToolTask:
             frames = ("Send {to} the message: {text}", "Tell {to}: {text}")
         case "add_item":
             arguments = {"item": rng.choice(ITEMS)[0], "amount": rng.randint(2, 40)}
-            frames = ("Add {amount} {item} to my list.", "Put {amount} {item} on the shopping list.")
+            frames = (
+                "Add {amount} {item} to my list.",
+                "Put {amount} {item} on the shopping list.",
+            )
         case _:
             arguments = {"value": rng.randint(1, 999)}
-            frames = ("How many miles are {value} kilometers?", "Convert {value} kilometers to miles.")
+            frames = (
+                "How many miles are {value} kilometers?",
+                "Convert {value} kilometers to miles.",
+            )
     others = rng.sample([n for n in TOOLS if n != name], rng.randint(0, 2))
     declared = rng.sample([name, *others], 1 + len(others))
     question = rng.choice(frames).format(**arguments)

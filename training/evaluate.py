@@ -1,0 +1,122 @@
+"""Scores an exported model folder on the frozen suites, greedy, with the zeroed-state ablations of the recall suites."""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from training import suites, tokenizer
+from training.chat import ChatCodec
+from training.export import from_hf, read_folder
+from training.generate import Ablation, Generator
+from training.kernels import kernels_for
+from training.parameters import is_bf16
+from training.suites import Item
+from training.target import Dims, LayeredParams, Target
+
+_MAX_NEW = {"arith": 176, "copy": 176, "tools": 112, "open": 96, "chat": 64, "lists": 64}
+_CACHE_TOKENS = 1_200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model folder."""
+
+    target: Target
+    params: LayeredParams
+    codec: ChatCodec
+    device: torch.device
+
+    @staticmethod
+    def load(folder: Path, tokenizer_file: Path, device: torch.device) -> "Model":
+        """Load with packed experts unpacked; bf16 matrices on GPU, fp32 on CPU."""
+        config, tensors = read_folder(folder)
+        dims = Dims.of(config)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        flat = {
+            name: value.to(device=device, dtype=dtype if is_bf16(name) else torch.float32)
+            for name, value in from_hf(tensors, dims.kda_heads).items()
+        }
+        params = LayeredParams.of(flat, dims.n_layers, dtype)
+        codec = ChatCodec(tokenizer.load(tokenizer_file))
+        return Model(Target(dims, kernels_for(device)), params, codec, device)
+
+    def generator(self) -> Generator:
+        """A generator that never produces MASK or PAD."""
+        special = self.codec.special
+        return Generator(
+            self.target, self.params, special.end_of_msg, (special.mask, special.pad), self.device
+        )
+
+    def prompt(self, item: Item) -> list[int]:
+        """Prompt ids of an item."""
+        return self.codec.prompt(item.turns, item.tools)
+
+    def is_right(self, item: Item, ids: Sequence[int]) -> bool:
+        """Score one continuation by the item's check."""
+        raw = self.codec.encoding.decode(list(ids))
+        opening, closing = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+        response = raw.split(opening, 1)[1].split(closing, 1)[0] if opening in raw else ""
+        match item.check:
+            case "raw":
+                return raw == item.answer
+            case "response":
+                return response == item.answer
+            case "answer_line":
+                lines = [line for line in response.splitlines() if line.startswith("Answer: ")]
+                return bool(lines) and lines[-1] == item.answer
+            case "none":
+                return True
+            case _:
+                raise ValueError(f"item {item.id}: unknown check {item.check!r}")
+
+    def answers(self, items: Sequence[Item], ablation: Ablation = Ablation.NONE) -> list[list[int]]:
+        """Greedy continuations, in batches bounded by cache size."""
+        suite = items[0].id.split("-")[0]
+        max_new = _MAX_NEW.get(suite.split("_")[0], 40)
+        prompts = [self.prompt(item) for item in items]
+        batch = max(1, _CACHE_TOKENS // (max(map(len, prompts)) + max_new))
+        generator = self.generator()
+        out: list[list[int]] = []
+        for a in range(0, len(prompts), batch):
+            out += generator.run(prompts[a : a + batch], max_new, ablation=ablation)
+        return out
+
+
+def evaluate(
+    model: Model, n_items: int | None, out: Path, names: Sequence[str] = suites.NAMES
+) -> dict[str, object]:
+    """Accuracy, share of self-ending answers and n per suite; writes eval.json and returns it."""
+    report: dict[str, object] = {}
+    for name in names:
+        items = suites.read(name)[:n_items]
+        began = time.monotonic()
+        report[name] = _score(model, items, Ablation.NONE)
+        if name.startswith(("passkey", "facts16")):
+            for ablation in (Ablation.LATENTS, Ablation.STATES):
+                report[f"{name}/{ablation.value}"] = _score(model, items[:100], ablation)
+        print(f"eval {name}: {report[name]} {time.monotonic() - began:.1f} s", flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _score(model: Model, items: Sequence[Item], ablation: Ablation) -> dict[str, object]:
+    answers = model.answers(items, ablation)
+    right = [model.is_right(item, ids) for item, ids in zip(items, answers, strict=True)]
+    eos = model.codec.special.end_of_msg
+    result: dict[str, object] = {
+        "accuracy": round(sum(right) / len(right), 4),
+        "self_ending": round(sum(ids[-1] == eos for ids in answers) / len(answers), 4),
+        "n": len(items),
+    }
+    if items[0].id.startswith("arith_skeletons"):
+        groups: defaultdict[str, list[bool]] = defaultdict(list)
+        for item, ok in zip(items, right, strict=True):
+            groups[item.id.rsplit("-", 1)[0].removeprefix("arith_skeletons-")].append(ok)
+        result["by_skeleton"] = {key: round(sum(v) / len(v), 3) for key, v in groups.items()}
+    return result

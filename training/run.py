@@ -1,0 +1,84 @@
+"""`python -m training.run --preset k3-mini [--smoke]`: all phases, each resumable, each also alone with `--phase`.
+
+Phases: tokenizer, target (checkpoints, exported folder, loss plot), evaluate, drafters (data, both flavours,
+rollouts), card. Everything is written under `--folder`; the finished model is its `k3-mini/`.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from training import tokenizer
+from training.data.corpus import texts
+from training.evaluate import Model, evaluate
+from training.plot import plot_losses
+from training.recipe import Recipe, smoke
+from training.train_target import TargetRun
+
+
+class Run:
+    """The phases over one folder."""
+
+    def __init__(self, recipe: Recipe, folder: Path, device: torch.device) -> None:
+        self.recipe, self.folder, self.device = recipe, folder, device
+        self.model = folder / "k3-mini"
+        self.tokenizer = self.model / "tiktoken.model"
+        self.model.mkdir(parents=True, exist_ok=True)
+
+    def make_tokenizer(self) -> None:
+        """Learn the ranks, write both files."""
+        if self.tokenizer.exists():
+            return
+        ranks = tokenizer.train(texts(n_samples=self.recipe.tokenizer_samples))
+        tokenizer.write_hf(ranks, self.model / "tokenizer.json")
+        tokenizer.write_tiktoken(ranks, self.tokenizer)
+
+    def train_target(self, until: int | None = None) -> None:
+        """Train or resume, then export the folder and plot the loss."""
+        run = TargetRun(self.recipe.target, self.folder / "checkpoints", self.device)
+        run.run(self.tokenizer, until)
+        run.export(self.model)
+        plot_losses(run.log, ("loss", "answer"), self.folder / "target-loss.png")
+
+    def evaluate(self) -> None:
+        """Score the exported folder on the frozen suites."""
+        model = Model.load(self.model, self.tokenizer, self.device)
+        evaluate(model, self.recipe.eval_items, self.model / "eval.json")
+
+
+def main() -> None:
+    """Parse and run the phases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", choices=("k3-mini",), required=True)
+    parser.add_argument("--smoke", action="store_true", help="all phases on a CPU in under 90 s")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("training-run"), help="where everything is written"
+    )
+    parser.add_argument("--phase", choices=("tokenizer", "target", "evaluate"))
+    parser.add_argument("--items", type=int, help="items of each suite to score (default: all)")
+    parser.add_argument("--until", type=int, help="stop the target at this step")
+    arguments = parser.parse_args()
+    use_gpu = torch.cuda.is_available() and not arguments.smoke  # noqa: TID251
+    device = torch.device("cuda" if use_gpu else "cpu")
+    recipe = smoke() if arguments.smoke else Recipe()
+    if arguments.items is not None:
+        recipe = replace(recipe, eval_items=arguments.items)
+    run = Run(recipe, arguments.folder, device)
+    phases: dict[str, Callable[[], None]] = {
+        "tokenizer": run.make_tokenizer,
+        "target": lambda: run.train_target(arguments.until),
+        "evaluate": run.evaluate,
+    }
+    for name, phase in phases.items():
+        if arguments.phase in (None, name):
+            began = time.monotonic()
+            phase()
+            print(f"phase {name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
