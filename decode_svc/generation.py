@@ -1,0 +1,116 @@
+"""One `Generate` call inside the process: its request, and what the caller still has to be told.
+
+The outbox is bounded by the request itself: at most max_tokens tokens, one failure per candidate, one end. Whoever
+decides something pushes it; `service.py` alone takes it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from decode_svc.emission import Kept, usage
+from decode_svc.request import DecodeRequest
+from k3.errors import K3Error
+from k3.types import FinishReason, StageTimes, TokenEvent, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The worst case is reserved."""
+
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateFailed:
+    """A candidate failed; decode goes on with the next one. reason: stable and short."""
+
+    instance_id: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of one step, in order."""
+
+    tokens: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The regular end."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+    usage: Usage
+    times: StageTimes
+    prefill_instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end by a fault."""
+
+    error: K3Error
+
+
+Event = Admitted | CandidateFailed | Tokens | Finished | Failed
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """A request and its caller. Times are the loop's, None until they happen."""
+
+    request: DecodeRequest
+    prefill_instance_id: str = ""
+    cached_tokens: int = 0
+    opened_s: float | None = None  # the successful candidate's stream
+    first_token_s: float | None = None
+    filled_s: float | None = None
+    is_over: bool = False
+    _outbox: deque[Event] = field(default_factory=deque[Event])
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def push(self, event: Event) -> None:
+        """Tell the caller; nothing is told after the end."""
+        if self.is_over:
+            return
+        self.is_over = isinstance(event, Finished | Failed)
+        self._outbox.append(event)
+        self._ready.set()
+
+    async def next(self) -> Event:
+        """The next event; call it until `Finished` or `Failed`. The caller's deadline bounds the wait."""
+        while not self._outbox:
+            self._ready.clear()
+            await self._ready.wait()
+        return self._outbox.popleft()
+
+    def tell(self, kept: Kept, now: float) -> None:
+        """Push tokens that count, and the end if they are the last."""
+        if kept.tokens:
+            self.push(Tokens(kept.tokens))
+        if kept.finish is not None:
+            self.push(self._finished(kept.finish, kept.stop_token_id, now))
+
+    def fail(self, error: K3Error) -> None:
+        """Push the end by a fault."""
+        self.push(Failed(error))
+
+    def _finished(self, reason: FinishReason, stop_id: int | None, now: float) -> Finished:
+        spec = self.request.spec
+        counts = usage(
+            len(spec.prompt), spec.output_prefix_len, len(self.request.outputs), self.cached_tokens
+        )
+        return Finished(reason, stop_id, counts, self.times(now), self.prefill_instance_id)
+
+    def times(self, now: float) -> StageTimes:
+        """Where the time went, seconds; stages that were not reached are 0."""
+        opened = now if self.opened_s is None else self.opened_s
+        first = now if self.first_token_s is None else self.first_token_s
+        filled = now if self.filled_s is None else self.filled_s
+        queue_s = self.request.wait_s or 0.0
+        return StageTimes(queue_s, first - opened, max(0.0, filled - first), now - filled)

@@ -1,0 +1,1 @@
+"""Getting a prompt computed elsewhere into reserved memory: candidates, destinations, quarantine."""
