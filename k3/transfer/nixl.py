@@ -247,20 +247,20 @@ def _build(name: str) -> Any:
         capture_telemetry=True,
         sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
     )
-    original = api.nixlBind.nixlAgent
+    original = bindings.nixlAgent
 
     def construct(agent_name: str, low_level: Any) -> Any:
         low_level.pthrDelay = PROGRESS_DELAY_US
         return original(agent_name, low_level)
 
     if NIXL_VERSION in KNOWN_VERSIONS:
-        api.nixlBind.nixlAgent = construct
+        bindings.nixlAgent = construct
     else:
         log.warning("nixl %s is not one of %s: poll delay left alone", NIXL_VERSION, KNOWN_VERSIONS)
     try:
         agent = api.nixl_agent(name, config)
     finally:
-        api.nixlBind.nixlAgent = original
+        bindings.nixlAgent = original
     agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
     return agent
 

@@ -1,0 +1,249 @@
+"""`python -m k3.rank.main`: one rank. Joins its group, loads its weights, registers its pools, runs its service's loop.
+
+The front spawned it (`k3/rank/supervise.py`) and is dialled twice: `plan` belongs to the main thread, `transfer` to
+the mover. Order of start-up: connections, set-up, device, group, weights, pools, mover, service. It ends with 0 on
+Shutdown, and with 1 after a RankError, or when the front is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from k3_kernels.api import Backends, select
+
+from k3.cache.layout import CacheLayout, Unit, build_layout
+from k3.cache.storage import Storage
+from k3.config import load
+from k3.config.tree import EngineConfig
+from k3.device import open_device
+from k3.model.registry import open_stage
+from k3.model.spec import K3Spec
+from k3.parallel import collectives
+from k3.parallel.mesh import Mesh
+from k3.rank.channel import Address, BlockingChannel, parse_address
+from k3.rank.context import PlanEnd, RankContext
+from k3.rank.mover import Mover, MoverCore
+from k3.rank.supervise import TOKEN_VARIABLE
+from k3.transfer.agent import Region, TransferAgent
+from k3.transfer.nixl import NIXL_VERSION, NixlAgent
+from k3.transfer.plan import Sharding
+from k3.v1 import plan_pb2
+
+log = logging.getLogger("k3.rank")
+
+LOOPS = {"prefill": "prefill_svc.rank", "decode": "decode_svc.rank.loop"}
+DIAL_S = 10.0
+JOIN_S = 120.0
+STOP_S = 5.0
+PR_SET_PDEATHSIG = 1
+PROGRESS_S = 0.2
+
+
+def main() -> int:
+    """Run one rank; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="k3.rank.main", description=__doc__)
+    parser.add_argument("--service", required=True, choices=sorted(LOOPS))
+    parser.add_argument("--rank", required=True, type=int)
+    parser.add_argument("--front", required=True, type=parse_address)
+    parser.add_argument("--parent", type=int, help="die with this process")
+    arguments = parser.parse_args()
+    _prepare_process(arguments.parent)
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    try:
+        plan = _dial(arguments.front, arguments.rank, token, plan_pb2.CONNECTION_PLAN)
+        transfer = _dial(arguments.front, arguments.rank, token, plan_pb2.CONNECTION_TRANSFER)
+        plans = PlanEnd(plan)
+        setup = plans.receive().setup
+    except (OSError, EOFError) as error:
+        log.error("cannot reach the front: %s", error)
+        return 1
+    try:
+        _serve(arguments.service, arguments.rank, setup, plans, transfer)
+    except (EOFError, BrokenPipeError):
+        log.error("the front is gone")
+        return 1
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        failure = plan_pb2.RankError(message=message, stack=traceback.format_exc())
+        plans.send(plan_pb2.RankMessage(error=failure))
+        return 1
+    return 0
+
+
+def _prepare_process(parent: int | None) -> None:
+    """Dump stacks on SIGUSR1, leave ctrl-C to the front, do not outlive it."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if parent is not None:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            raise SystemExit(1)
+
+
+def _dial(
+    front: Address, rank: int, token: str, connection: plan_pb2.Connection
+) -> BlockingChannel:
+    channel = BlockingChannel.connect(front, DIAL_S)
+    hello = plan_pb2.Hello(rank=rank, pid=os.getpid(), token=token, connection=connection)
+    channel.send(plan_pb2.RankMessage(hello=hello))
+    return channel
+
+
+def _serve(
+    service: str, rank: int, setup: plan_pb2.Setup, plans: PlanEnd, transfer: BlockingChannel
+) -> None:
+    config = load.engine_from_json(setup.config_json)
+    logging.getLogger().setLevel(config.telemetry.log_level.upper())
+    progress = _Progress(plans)
+    spec = K3Spec.from_folder(Path(config.model.path))
+    mesh = Mesh(config.parallel.pp, config.parallel.tp, config.parallel.cp)
+    place = mesh.place(rank)
+    kind = config.model.device
+    device = open_device(kind if kind == "cpu" else f"{kind}:{rank}", config.backends.threads)
+    host, _colon, port = setup.rendezvous.rpartition(":")
+    groups = collectives.join(place, host, int(port or 0), device.collective_backend, JOIN_S)
+    ops = select(
+        Backends(attention=config.backends.attention, kda=config.backends.kda), device.torch_device
+    )
+    stage = open_stage(
+        Path(config.model.path),
+        place,
+        groups,
+        ops,
+        dtype=config.model.dtype,
+        device=device.torch_device,
+        moe_weights=config.backends.moe_weights,
+        progress=lambda done, total: progress.report("load", done, total),
+    )
+    columns = 1 + config.spec.draft_tokens if service == "decode" else 1
+    layout = build_layout(
+        spec,
+        mesh,
+        place.stage,
+        page_tokens=config.cache.page_tokens,
+        dtype=config.model.dtype,
+        columns=columns,
+    )
+    storage = Storage(
+        layout,
+        setup.n_pages,
+        setup.n_slots,
+        device.torch_device,
+        fill_nan=config.cache.fill_nan,
+    )
+    progress.report("allocate", 1, 1)
+    geometry = _geometry(mesh, spec, setup, columns)
+    mover = Mover(
+        lambda: _make_core(rank, setup, spec, geometry, layout, config, storage), transfer
+    )
+    mover.start()
+    loop = importlib.import_module(LOOPS[service])
+    loop.run(
+        RankContext(
+            config=config,
+            setup=setup,
+            rank=rank,
+            spec=spec,
+            mesh=mesh,
+            groups=groups,
+            device=device,
+            stage=stage,
+            layout=layout,
+            storage=storage,
+            plans=plans,
+            mover=mover,
+        )
+    )
+    mover.stop(STOP_S)
+    collectives.leave()
+
+
+class _Progress:
+    """Start-up progress for the front, not more often than people can read."""
+
+    def __init__(self, plans: PlanEnd) -> None:
+        self._plans = plans
+        self._sent_at = 0.0
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._sent_at < PROGRESS_S:
+            return
+        self._sent_at = now
+        progress = plan_pb2.LoadProgress(stage=stage, done=done, total=total)
+        self._plans.send(plan_pb2.RankMessage(progress=progress))
+
+
+def _geometry(mesh: Mesh, spec: K3Spec, setup: plan_pb2.Setup, columns: int) -> Sharding:
+    bounds = (*(layers.start for layers in mesh.stage_layers(spec.num_layers)), spec.num_layers)
+    return Sharding(mesh.pp, mesh.tp, mesh.cp, bounds, setup.n_pages, setup.n_slots, columns)
+
+
+def _make_core(
+    rank: int,
+    setup: plan_pb2.Setup,
+    spec: K3Spec,
+    geometry: Sharding,
+    layout: CacheLayout,
+    config: EngineConfig,
+    storage: Storage,
+) -> MoverCore:
+    """Runs on the mover's thread."""
+    regions = _regions(layout, storage)
+    if any(region.memory == "VRAM" for region in regions):
+        device = next(iter(storage.pools.values())).device
+        torch.zeros(1, device=device).item()  # makes the GPU's context current in this thread
+
+    def build() -> TransferAgent:
+        agent = NixlAgent(f"{setup.instance_id}-r{rank}")
+        agent.register(regions)
+        return agent
+
+    core = MoverCore(
+        rank=rank,
+        spec=spec,
+        geometry=geometry,
+        layout=layout,
+        config=config.transfer,
+        build=build,
+        library_version=NIXL_VERSION,
+        now=time.monotonic(),
+    )
+    return core
+
+
+def _regions(layout: CacheLayout, storage: Storage) -> tuple[Region, ...]:
+    """The pools as the transfer sees them."""
+    regions: list[Region] = []
+    for field in layout.fields:
+        pool = storage.pools[field.name]
+        is_gpu = pool.device.type == "cuda"
+        units = storage.n_pages if field.unit is Unit.PAGE else storage.n_slots * field.columns
+        regions.append(
+            Region(
+                field.name,
+                pool.data_ptr(),
+                pool.device.index if is_gpu else 0,
+                "VRAM" if is_gpu else "DRAM",
+                field.unit_bytes,
+                units,
+            )
+        )
+    return tuple(regions)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,408 @@
+"""`RankGroup`: the ranks of one engine as seen from its front: spawned, greeted, watched, and ended together.
+
+Ranks are plain subprocesses that dial back over a Unix socket in a private folder, twice each (plan and transfer), and
+prove themselves with a token from their environment. One rank lost is the group lost: a closed connection, a RankError,
+an exit, a silent mover or an unanswered plan all end in one `GroupFailed` that names the rank and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from k3.config.tree import EngineConfig, TransferConfig
+from k3.errors import ConfigError, GroupFailed, K3Error, ModelError
+from k3.rank.channel import AsyncChannel, UnixAddress, listen
+from k3.v1 import plan_pb2
+
+log = logging.getLogger("k3.rank")
+
+TOKEN_VARIABLE = "K3_RANK_TOKEN"
+HELLO_S = 10.0
+HEARTBEAT_LIMIT_S = 10.0
+WATCH_S = 0.5
+DUMP_S = 1.0
+GRIEF_S = 1.0  # a closed connection waits this long for the reason
+QUEUE = 4096
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+T = TypeVar("T")
+
+
+def transfer_environment(config: TransferConfig) -> dict[str, str]:
+    """What UCX and NIXL need beyond their defaults; variables that are set already win."""
+    environment = {"UCX_TCP_USER_TIMEOUT": "5s", "NIXL_LOG_LEVEL": "WARN"}
+    if config.port_range:
+        environment["UCX_TCP_PORT_RANGE"] = config.port_range
+    return environment
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank; futures hold until its connections and first messages are here."""
+
+    process: asyncio.subprocess.Process | None = None
+    channels: dict[int, AsyncChannel] = field(default_factory=dict[int, AsyncChannel])
+    is_ready: bool = False
+    mover: plan_pb2.MoverReady | None = None
+    beat_at: float = 0.0
+    tail: deque[str] = field(default_factory=lambda: deque[str](maxlen=20))
+
+
+class RankGroup:
+    """All ranks of one engine. Used by one event loop; `start` once, `stop` always."""
+
+    def __init__(
+        self,
+        service: str,
+        config: EngineConfig,
+        setup: plan_pb2.Setup,
+        n_ranks: int,
+        *,
+        on_progress: Callable[[int, plan_pb2.LoadProgress], None],
+    ) -> None:
+        """service: prefill or decode. on_progress: called with (rank, progress) while the group starts."""
+        self._service = service
+        self._config = config
+        self._setup = plan_pb2.Setup()
+        self._setup.CopyFrom(setup)
+        self._on_progress = on_progress
+        self._ranks = [_Rank() for _ in range(n_ranks)]
+        self._token = secrets.token_hex(16)
+        self._results: asyncio.Queue[plan_pb2.StepResult] = asyncio.Queue(QUEUE)
+        self._statuses: asyncio.Queue[tuple[int, plan_pb2.TransferStatus]] = asyncio.Queue(QUEUE)
+        self._unanswered: deque[float] = deque()
+        self._changed = asyncio.Event()
+        self._failure: K3Error | None = None
+        self._failed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._folder: Path | None = None
+        self._is_stopping = False
+
+    # ------------------------------------------------------------------ start and stop
+
+    async def start(self, deadline_s: float) -> list[plan_pb2.MoverReady]:
+        """Spawn all ranks; returns their movers' introductions in flat order once every rank takes plans.
+
+        Raises ModelError or ConfigError when a rank found the checkpoint or the configuration wrong, GroupFailed
+        otherwise; the group is stopped then.
+        """
+        try:
+            await self._spawn_all()
+            async with asyncio.timeout(deadline_s):
+                await self._until(self._all_ready())
+        except TimeoutError as error:
+            late = [r for r, rank in enumerate(self._ranks) if not rank.is_ready]
+            await self.stop()
+            raise GroupFailed(
+                f"ranks {late} of {self._service} were not ready after {deadline_s:.0f} s"
+            ) from error
+        except K3Error:
+            await self.stop()
+            raise
+        self._own(self._watch(), "watch")
+        return [rank.mover for rank in self._ranks if rank.mover is not None]
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Ask the ranks to finish, then TERM, then KILL them; reaps all and removes the socket. Idempotent."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        farewell = plan_pb2.FrontMessage(shutdown=plan_pb2.Shutdown())
+        for rank in self._ranks:
+            channel = rank.channels.get(plan_pb2.CONNECTION_PLAN)
+            if channel is not None:
+                with contextlib.suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await channel.send(farewell)
+        is_lost = self._failure is not None or not all(rank.is_ready for rank in self._ranks)
+        await self._reap(0.0 if is_lost else grace_s)
+        if self._server is not None:
+            self._server.close()
+        for rank in self._ranks:
+            for channel in rank.channels.values():
+                channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._fail(GroupFailed(f"the ranks of {self._service} were stopped"))
+
+    async def _spawn_all(self) -> None:
+        if len(self._ranks) > 1 and not self._setup.rendezvous:
+            self._setup.rendezvous = f"127.0.0.1:{_free_port()}"
+        self._folder = Path(tempfile.mkdtemp(prefix="k3-"))
+        path = self._folder / "front"
+        if len(str(path)) > 100:
+            raise ConfigError(
+                f"socket path {path} has {len(str(path))} characters, at most 100 fit; set TMPDIR to a shorter folder"
+            )
+        self._server = await listen(UnixAddress(str(path)), self._greet)
+        environment = {
+            **transfer_environment(self._config.transfer),
+            "OMP_NUM_THREADS": str(max(1, self._config.backends.threads)),
+            "GLOO_SOCKET_IFNAME": "lo",
+            **os.environ,
+            TOKEN_VARIABLE: self._token,
+        }
+        for number, rank in enumerate(self._ranks):
+            rank.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "k3.rank.main"),
+                *("--service", self._service, "--rank", str(number)),
+                *("--front", f"unix:{path}", "--parent", str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+            )
+            self._own(self._forward_output(number, rank.process), f"output of rank {number}")
+            self._own(self._await_exit(number, rank.process), f"exit of rank {number}")
+
+    async def _all_ready(self) -> None:
+        while not all(rank.is_ready and rank.mover is not None for rank in self._ranks):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _reap(self, grace_s: float) -> None:
+        processes = [rank.process for rank in self._ranks if rank.process is not None]
+        for patience_s, force in ((grace_s, signal.SIGTERM), (2.0, signal.SIGKILL), (5.0, None)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await asyncio.gather(*(process.wait() for process in processes))
+            for process in processes:
+                if process.returncode is None and force is not None:
+                    process.send_signal(signal.SIGCONT)  # a stopped process cannot end
+                    process.send_signal(force)
+
+    # ------------------------------------------------------------------ what the driver uses
+
+    async def send_plan(self, plan: plan_pb2.StepPlan) -> None:
+        """Give one plan to every rank. Raises GroupFailed."""
+        message = plan_pb2.FrontMessage(plan=plan)
+        self._unanswered.append(time.monotonic())
+        for number in range(len(self._ranks)):
+            await self._send(number, plan_pb2.CONNECTION_PLAN, message)
+
+    async def next_result(self) -> plan_pb2.StepResult:
+        """The acknowledgement of the oldest unanswered plan. Raises GroupFailed, also when it is overdue."""
+        return await self._until(self._results.get())
+
+    async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
+        """Give one command to a rank's mover. Raises GroupFailed."""
+        await self._send(rank, plan_pb2.CONNECTION_TRANSFER, command)
+
+    async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
+        """(rank, status) of any mover, heartbeats included. Raises GroupFailed."""
+        return await self._until(self._statuses.get())
+
+    async def _send(self, number: int, connection: int, message: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            await self._until(self._ranks[number].channels[connection].send(message))
+        except OSError as error:
+            await self._mourn(number, f"its connection broke: {error}")
+            raise self._failure or GroupFailed(f"rank {number} is gone") from error
+
+    async def _until(self, wanted: Coroutine[Any, Any, T]) -> T:
+        """Await something, unless the group fails first."""
+        task = asyncio.ensure_future(wanted)
+        failed = asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._failure is not None:
+                raise self._failure
+            return await task
+        finally:
+            task.cancel()
+            failed.cancel()
+
+    # ------------------------------------------------------------------ connections
+
+    async def _greet(self, channel: AsyncChannel) -> None:
+        """A new connection: only a rank of ours, once per connection kind, gets further."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = (await channel.receive(plan_pb2.RankMessage)).hello
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            log.warning("connection without hello: %s", error)
+            channel.close()
+            return
+        is_known = hello.rank < len(self._ranks) and secrets.compare_digest(
+            hello.token, self._token
+        )
+        if not is_known or hello.connection in self._ranks[hello.rank].channels:
+            log.warning("refused a connection that claims to be rank %d", hello.rank)
+            channel.close()
+            return
+        self._ranks[hello.rank].channels[hello.connection] = channel
+        if hello.connection == plan_pb2.CONNECTION_PLAN:
+            await channel.send(plan_pb2.FrontMessage(setup=self._setup))
+            self._own(self._read_plans(hello.rank, channel), f"plans of rank {hello.rank}")
+        else:
+            self._own(self._read_statuses(hello.rank, channel), f"mover {hello.rank}")
+
+    async def _read_plans(self, number: int, channel: AsyncChannel) -> None:
+        rank = self._ranks[number]
+        try:
+            while True:
+                message = await channel.receive(plan_pb2.RankMessage)
+                match message.WhichOneof("message"):
+                    case "progress":
+                        self._on_progress(number, message.progress)
+                    case "ready":
+                        rank.is_ready = True
+                        self._changed.set()
+                    case "result":
+                        if self._unanswered:
+                            self._unanswered.popleft()
+                        await self._results.put(message.result)
+                    case "error":
+                        log.error("rank %d failed\n%s", number, message.error.stack)
+                        self._fail(_error_of(number, message.error))
+                    case "hello" | None:
+                        raise ConnectionError(f"unexpected {message.WhichOneof('message')!r}")
+        except (EOFError, ConnectionError) as error:
+            await self._mourn(number, str(error))
+
+    async def _read_statuses(self, number: int, channel: AsyncChannel) -> None:
+        rank = self._ranks[number]
+        try:
+            while True:
+                status = await channel.receive(plan_pb2.TransferStatus)
+                rank.beat_at = time.monotonic()
+                if rank.mover is None and status.HasField("ready"):
+                    rank.mover = status.ready
+                    self._changed.set()
+                else:
+                    await self._statuses.put((number, status))
+        except (EOFError, ConnectionError) as error:
+            await self._mourn(number, str(error))
+
+    # ------------------------------------------------------------------ watching
+
+    async def _watch(self) -> None:
+        """Silent movers and unanswered plans. A late look proves that we were the ones asleep."""
+        timeout_s = self._config.schedule.plan_timeout_s
+        looked_at = time.monotonic()
+        while self._failure is None:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            if now - looked_at > HEARTBEAT_LIMIT_S / 2:
+                for rank in self._ranks:
+                    rank.beat_at = now
+                self._unanswered = deque(now for _ in self._unanswered)
+            looked_at = now
+            for number, rank in enumerate(self._ranks):
+                if now - rank.beat_at > HEARTBEAT_LIMIT_S:
+                    self._fail(self._lost(number, f"no sign of life for {HEARTBEAT_LIMIT_S:.0f} s"))
+            if self._unanswered and now - self._unanswered[0] > timeout_s:
+                await self._dump_stacks()
+                self._fail(
+                    GroupFailed(
+                        f"a plan was not answered within plan_timeout_s={timeout_s:g} s by the ranks of "
+                        f"{self._service}; their stacks are in the log"
+                    )
+                )
+
+    async def _dump_stacks(self) -> None:
+        for rank in self._ranks:
+            if rank.process is not None and rank.process.returncode is None:
+                rank.process.send_signal(signal.SIGUSR1)
+        await asyncio.sleep(DUMP_S)
+
+    async def _await_exit(self, number: int, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if not self._is_stopping:
+            await self._mourn(number, "its process ended")
+        elif code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+            log.warning("rank %d ended with %s", number, _exit_text(code))
+
+    async def _mourn(self, number: int, reason: str) -> None:
+        """Fail the group; the rank's own word or exit status, when it comes soon, is the better reason."""
+        process = self._ranks[number].process
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRIEF_S):
+                if process is not None:
+                    await process.wait()
+        await asyncio.sleep(0)
+        if process is not None and process.returncode is not None:
+            reason = f"it ended with {_exit_text(process.returncode)}"
+        self._fail(self._lost(number, reason))
+
+    def _lost(self, number: int, reason: str) -> GroupFailed:
+        last = self._ranks[number].tail[-1] if self._ranks[number].tail else "nothing"
+        return GroupFailed(
+            f"rank {number} of {self._service} is lost: {reason}; its last output: {last}"
+        )
+
+    def _fail(self, error: K3Error) -> None:
+        """The first reason counts."""
+        if self._failure is None:
+            self._failure = error
+            if not self._is_stopping:
+                log.error("rank group failed: %s", error)
+            self._failed.set()
+
+    async def _forward_output(self, number: int, process: asyncio.subprocess.Process) -> None:
+        """Lines of a rank go to the log under its number, at the level they name."""
+        assert process.stdout is not None
+        rest = b""
+        while data := await process.stdout.read(1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._log_line(number, line)
+            rest = rest[-(1 << 16) :]
+        if rest:
+            self._log_line(number, rest)
+
+    def _log_line(self, number: int, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if not text:
+            return
+        self._ranks[number].tail.append(text)
+        word, _space, message = text.partition(" ")
+        level, text = (word, message) if word in LEVELS else ("INFO", text)
+        log.log(getattr(logging, level), "rank %d: %s", number, text)
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=f"{self._service}: {name}")
+        self._tasks.add(task)
+
+
+def _error_of(number: int, error: plan_pb2.RankError) -> K3Error:
+    """A rank's last word as an exception: what start-up must tell apart keeps its type."""
+    kind, _colon, text = error.message.partition(": ")
+    match kind:
+        case "ModelError":
+            return ModelError(text)
+        case "ConfigError":
+            return ConfigError(text)
+        case _:
+            return GroupFailed(f"rank {number} failed: {error.message}")
+
+
+def _exit_text(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
