@@ -89,6 +89,12 @@ class Handoff:
         if export is not None:
             export.computed = tokens
 
+    def tell(self, key: int, response: prefill_pb2.PrefillResponse) -> None:
+        """Pass a message on to the request's stream, unless it is ending."""
+        export = self._exports.get(key)
+        if export is not None and export.phase is not Phase.DRAINING:
+            export.stream.send(response)
+
     def prefilled(self, key: int, message: prefill_pb2.Prefilled) -> None:
         """The first token is drawn; it goes out before the last bytes do."""
         export = self._exports.get(key)

@@ -23,7 +23,7 @@ WARM_UP_STEP = 0
 def run(context: RankContext) -> None:
     """Serve plans until Shutdown. Raises EOFError when the front is gone, GroupFailed when a peer rank is."""
     stage = ChunkStage(context.stage, context.storage, context.layout.page_tokens)
-    place = context.mesh.place(context.rank)
+    place = context.stage.place
     answers = place.is_last and place.shard.index == 0
     _warm_up(context, stage)
     expected = 1
@@ -38,8 +38,7 @@ def run(context: RankContext) -> None:
                         f"plan {plan.step_id} came after plan {expected - 1}; plans are dense and in order"
                     )
                 expected += 1
-                step = stage.run(plan.step_id, [_chunk(row) for row in plan.chunks])
-                context.mover.step_done(plan.step_id, context.device.record())
+                step = _execute(context, stage, plan)
                 if answers:
                     result = _result(plan, step, time.perf_counter() - received)
                     context.plans.send(plan_pb2.RankMessage(result=result))
@@ -51,13 +50,22 @@ def run(context: RankContext) -> None:
                 assert_never(never)
 
 
+def _execute(context: RankContext, stage: ChunkStage, plan: plan_pb2.StepPlan) -> StageStep:
+    """One plan; the mover learns of it as soon as all its work is issued."""
+
+    def on_launched() -> None:
+        context.mover.step_done(plan.step_id, context.device.record())
+
+    return stage.run(plan.step_id, [_chunk(row) for row in plan.chunks], on_launched)
+
+
 def _warm_up(context: RankContext, stage: ChunkStage) -> None:
     """One page of tokens through the whole group, on page and slot 0, which nobody holds yet; then tell the front."""
     progress = plan_pb2.LoadProgress(stage="warm-up", done=0, total=1)
     context.plans.send(plan_pb2.RankMessage(progress=progress))
     length = min(context.layout.page_tokens, context.config.schedule.token_budget)
     chunk = StageChunk(start=0, token_ids=(0,) * length, pages=(0,), read_slot=-1, write_slot=0)
-    stage.run(WARM_UP_STEP, [chunk])
+    stage.run(WARM_UP_STEP, [chunk], lambda: None)
     context.device.synchronize()
     context.storage.zero_tail(0, 0)
     context.storage.zero_slot(0)

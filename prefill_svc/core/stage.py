@@ -12,7 +12,7 @@ N finished rows, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,22 +86,25 @@ class ChunkStage:
         self.page_tokens = page_tokens
         self._caches = storage.caches()
 
-    def run(self, step_id: int, chunks: Sequence[StageChunk]) -> StageStep:
-        """Execute one plan. Pages and state slots of the chunks are overwritten."""
-        started = time.perf_counter()
+    def run(
+        self, step_id: int, chunks: Sequence[StageChunk], on_launched: Callable[[], None]
+    ) -> StageStep:
+        """Execute one plan. Pages and state slots of the chunks are overwritten.
+
+        on_launched: called once all work on the caches is issued, before tokens are drawn.
+        """
         stage, place = self.stage, self.stage.place
         batch = self.batch(chunks)
-        frame = stage.forward(self._incoming(step_id, batch.n_tokens), self._caches, batch).frame
-        sending = None
-        if not place.is_last:
-            sending = send_frame(stage.groups.pipeline, frame, step_id, place.next)
+        incoming = self._incoming(step_id, batch.n_tokens)
+        started = time.perf_counter()
+        frame = stage.forward(incoming, self._caches, batch).frame
+        forward_s = time.perf_counter() - started
         self._zero_tails(chunks)
-        outputs: tuple[ChunkOutput, ...] = ()
+        on_launched()
         if place.is_last:
-            outputs = self._finish(frame, batch.cu_lens, chunks)
-        if sending is not None:
-            sending.wait()
-        return StageStep(outputs, time.perf_counter() - started)
+            return StageStep(self._finish(frame, batch.cu_lens, chunks), forward_s)
+        send_frame(stage.groups.pipeline, frame, step_id, place.next).wait()
+        return StageStep((), forward_s)
 
     def batch(self, chunks: Sequence[StageChunk]) -> ChunkBatch:
         """The chunks side by side, with the place of every token in the pools."""

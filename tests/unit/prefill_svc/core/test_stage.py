@@ -90,7 +90,9 @@ def cut(
 
 
 def run(stage: ChunkStage, chunks: list[StageChunk]) -> list[ChunkOutput]:
-    return [stage.run(step, [chunk]).outputs[0] for step, chunk in enumerate(chunks, 1)]
+    return [
+        stage.run(step, [chunk], lambda: None).outputs[0] for step, chunk in enumerate(chunks, 1)
+    ]
 
 
 def token_id(outputs: list[ChunkOutput]) -> int:
@@ -114,8 +116,8 @@ def test_prompts_in_one_step_do_not_see_each_other(stage: Stage, cases: dict[str
     first = cut(cases["case0.input_ids"].tolist(), [20], (1, 2, 3, 4, 5), slot=0)
     second = cut(cases["case1.input_ids"].tolist(), [20], (6,), slot=1)
     third = cut(cases["case2.input_ids"].tolist(), [77], tuple(range(10, 27)), slot=3)
-    one = runner.run(1, [first[0], third[0]]).outputs
-    two = runner.run(2, [second[0], third[1], first[1]]).outputs
+    one = runner.run(1, [first[0], third[0]], lambda: None).outputs
+    two = runner.run(2, [second[0], third[1], first[1]], lambda: None).outputs
     assert [output.token for output in one] == [None, None]
     got = [output.token.id for output in two if output.token is not None]
     assert got == [cases[f"case{i}.decode_ids"][0].item() for i in (1, 2, 0)]
