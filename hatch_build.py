@@ -1,5 +1,6 @@
 """Build hook: generate `k3/v1/` from `proto/k3/v1/` before every wheel or editable build.
 
+Beside protoc's own files each service gets a `*_pb2_grpc.pyi`, so that calls of its stub are typed.
 Run as a script it regenerates the stubs in place (`make proto`). Generated files are never committed.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -32,7 +34,53 @@ def generate(root: Path = ROOT) -> list[Path]:
         raise RuntimeError(f"protoc exited with {status}; run `make proto` to see its messages")
     package = root / "k3" / "v1"
     (package / "__init__.py").write_text('"""Generated from proto/k3/v1. Do not edit."""\n')
+    write_service_types(package, args[:3], files)
     return sorted(package.glob("*.py*"))
+
+
+def write_service_types(package: Path, protoc_args: list[str], files: list[Path]) -> None:
+    """Write `*_pb2_grpc.pyi` for asyncio channels next to each generated service module."""
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+    from grpc_tools import protoc
+
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "set"
+        if protoc.main([*protoc_args, f"--descriptor_set_out={out}", *(str(f) for f in files)]):
+            raise RuntimeError("protoc could not write a descriptor set")
+        described = FileDescriptorSet.FromString(out.read_bytes())
+    for file in described.file:
+        if not file.service:
+            continue
+        module = Path(file.name).stem
+        lines = ["from typing import Any", "import grpc", "import grpc.aio"]
+        used = {t for s in file.service for m in s.method for t in (m.input_type, m.output_type)}
+        homes = {
+            f".{f.package}.{m.name}": Path(f.name).stem
+            for f in described.file
+            for m in f.message_type
+        }
+        lines += [f"from k3.v1 import {home}_pb2" for home in sorted({homes[t] for t in used})]
+        for service in file.service:
+            stub, servicer = [f"class {service.name}Stub:"], [f"class {service.name}Servicer:"]
+            stub.append("    def __init__(self, channel: grpc.aio.Channel) -> None: ...")
+            for method in service.method:
+                asks, says = (
+                    f"{homes[t]}_pb2.{t.rsplit('.', 1)[1]}"
+                    for t in (method.input_type, method.output_type)
+                )
+                kind = "".join(
+                    "Stream" if s else "Unary"
+                    for s in (method.client_streaming, method.server_streaming)
+                )
+                stub.append(f"    {method.name}: grpc.aio.{kind}MultiCallable[{asks}, {says}]")
+                servicer.append(
+                    f"    def {method.name}(self, request: Any, context: Any) -> Any: ..."
+                )
+            lines += [*stub, *servicer]
+            lines.append(
+                f"def add_{service.name}Servicer_to_server(servicer: Any, server: grpc.aio.Server) -> None: ..."
+            )
+        (package / f"{module}_pb2_grpc.pyi").write_text("\n".join(lines) + "\n")
 
 
 class ProtoBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
