@@ -1,0 +1,132 @@
+"""The ops port of an engine: a tiny ASGI application for probes and scrapes, served by uvicorn in the engine's loop.
+
+GET and HEAD only: /health, /ready, /startup, /version (JSON), /metrics (Prometheus, or OpenMetrics by Accept) and the
+aliases /ping /livez /healthz /readyz. It knows nothing of engines: what it shows comes from `OpsSource`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from typing import Any, NamedTuple, Protocol
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+ALIASES = {"/ping": "/health", "/livez": "/health", "/healthz": "/health", "/readyz": "/ready"}
+JSON_TYPE = "application/json"
+
+
+class Answer(NamedTuple):
+    """Status and JSON body of a probe."""
+
+    status: int
+    body: dict[str, object]
+
+
+class OpsSource(Protocol):
+    """What the probes show."""
+
+    def health(self) -> Answer:
+        """200 while loops make progress; 503 when stalled or lost."""
+        ...
+
+    def ready(self) -> Answer:
+        """200 while new requests are taken; else 503 with reasons."""
+        ...
+
+    def startup(self) -> Answer:
+        """200 once the model is loaded and warm, for ever after."""
+        ...
+
+    def version(self) -> Answer:
+        """Versions and fingerprints."""
+        ...
+
+    def refresh(self) -> CollectorRegistry:
+        """The registry to scrape, gauges up to date."""
+        ...
+
+
+class OpsApp:
+    """The ASGI application."""
+
+    def __init__(self, source: OpsSource) -> None:
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request; anything but HTTP is ignored (lifespan is off)."""
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        status, kind, body = self._answer(
+            scope["method"], scope["path"], headers.get(b"accept", b"").decode("latin-1")
+        )
+        head = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if status == 405:
+            head.append((b"allow", b"GET, HEAD"))
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        shown = b"" if scope["method"] == "HEAD" else body
+        await send({"type": "http.response.body", "body": shown})
+
+    def _answer(self, method: str, path: str, accept: str) -> tuple[int, str, bytes]:
+        path = ALIASES.get(path, path)
+        probes = {
+            "/health": self._source.health,
+            "/ready": self._source.ready,
+            "/startup": self._source.startup,
+            "/version": self._source.version,
+        }
+        if path not in probes and path != "/metrics":
+            return _error(404, "not_found", f"no such path; try {', '.join(probes)} or /metrics")
+        if method not in ("GET", "HEAD"):
+            return _error(405, "method_not_allowed", f"{method} is not allowed here; use GET")
+        if path == "/metrics":
+            encode, kind = choose_encoder(accept)
+            return 200, kind, encode(self._source.refresh())
+        answer = probes[path]()
+        return answer.status, JSON_TYPE, json.dumps(answer.body).encode()
+
+
+def _error(status: int, code: str, message: str) -> tuple[int, str, bytes]:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return status, JSON_TYPE, json.dumps({"error": error}).encode()
+
+
+class OpsServer(uvicorn.Server):
+    """uvicorn in a loop and a process that belong to somebody else: it installs no signal handlers."""
+
+    def __init__(self, source: OpsSource, sock: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                OpsApp(source),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=1,
+                ws="none",
+                http="h11",
+                server_header=False,
+            )
+        )
+        self._sock = sock
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave signals alone."""
+        yield
+
+    async def run_until_stopped(self) -> None:
+        """Serve until `stop` is called; closes the socket."""
+        await self.serve(sockets=[self._sock])
+
+    def stop(self) -> None:
+        """Let `run_until_stopped` return."""
+        self.should_exit = True
