@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_svc.ledger import Ledger
-from k3.cache.layout import CacheLayout
-from k3.errors import ConfigError
 
 
 def worst_len(prompt_len: int, max_tokens: int, draft_tokens: int, in_flight: int) -> int:
@@ -118,36 +116,3 @@ class PoolCost:
     def capacity(self, pages: int) -> int:
         """Global tokens of the whole group."""
         return pages * self.ledger.block_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """What every rank of the group allocates; slot 0 of each kind is a dummy for padding."""
-
-    pages: int
-    state_slots: int
-    draft_slots: int = 0
-
-
-def pool_sizes(
-    layouts: list[CacheLayout], *, pages: int, memory_bytes: int, state_slots: int, max_rows: int
-) -> PoolSizes:
-    """Sizes that every rank can afford.
-
-    layouts: one per stage. pages, state_slots: configured numbers, 0 = derive. Raises ConfigError when not even one
-    page fits.
-    """
-    slots = state_slots or max_rows + 1
-    if slots < 2:
-        raise ConfigError(
-            f"cache.state_slots={slots}: must be at least 2, one of them is the dummy; set it to 0 for max_rows + 1"
-        )
-    fitting = min(layout.pages_for(memory_bytes, slots) for layout in layouts)
-    chosen = pages or fitting
-    if chosen < 1:
-        needed = max(layout.page_bytes + slots * layout.slot_bytes for layout in layouts)
-        raise ConfigError(
-            f"cache.memory_bytes={memory_bytes}: {slots} state slots and one page need {needed} bytes; "
-            "raise cache.memory_bytes or lower cache.state_slots / schedule.max_rows"
-        )
-    return PoolSizes(chosen, slots)

@@ -70,6 +70,7 @@ class Generation:
     opened_s: float | None = None  # the successful candidate's stream
     first_token_s: float | None = None
     filled_s: float | None = None
+    outcome: str = "aborted"  # finish reason or error code, once the end was told
     is_over: bool = False
     _outbox: deque[Event] = field(default_factory=deque[Event])
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,9 +79,20 @@ class Generation:
         """Tell the caller; nothing is told after the end."""
         if self.is_over:
             return
-        self.is_over = isinstance(event, Finished | Failed)
+        match event:
+            case Finished():
+                self.is_over, self.outcome = True, event.reason.value
+            case Failed(error):
+                self.is_over, self.outcome = True, error.code
+            case _:
+                pass
         self._outbox.append(event)
         self._ready.set()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether every event was taken out."""
+        return not self._outbox
 
     async def next(self) -> Event:
         """The next event; call it until `Finished` or `Failed`. The caller's deadline bounds the wait."""

@@ -11,7 +11,7 @@ after the first token, `resend_after` for records missing after Committed. All o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from decode_svc.intake.source import Ended, Heard, Pair, PrefillCall
@@ -73,8 +73,9 @@ Item = Heard | Ended | Reserved | Arrived | Missing | Fenced
 class Hooks:
     """What an attempt may do to the rest of the service."""
 
-    destination: Callable[[DecodeRequest, Pair], Target]  # names the reservation, tells the ranks
-    forget: Callable[[int], None]  # ranks stop expecting a transfer
+    destination: Callable[[DecodeRequest, Pair], Target]  # names the reservation
+    expect: Callable[[Target], Awaitable[None]]  # ranks begin to expect a transfer
+    forget: Callable[[int], Awaitable[None]]  # ranks stop expecting a transfer
     first_token: Callable[
         [DecodeRequest, Pair, prefill_pb2.Prefilled], bool
     ]  # True: it ends the request
@@ -187,7 +188,7 @@ class Attempt:
                     self._commit = message.committed
                     self._resend_at = now + self.times.resend_after_s
             case "quiesced":
-                self.quiesced = message.quiesced.generation == self._generation
+                self.quiesced = True  # a stream has one destination at most
             case "prompt_logprobs" | None:
                 raise TransferError(
                     f"unexpected message {message.WhichOneof('message')!r} from prefill"
@@ -213,6 +214,7 @@ class Attempt:
 
     async def _name_destination(self) -> None:
         self.target = self.hooks.destination(self.request, self.pair)
+        await self.hooks.expect(self.target)  # before prefill can know where to write
         self._heard_at = _now()
         await self._say(ToPrefill(destination=self.target.message))
         self._on_prefilled()
@@ -299,7 +301,7 @@ class Attempt:
         """
         call = self.call
         if self.transfer_id is not None:
-            self.hooks.forget(self.transfer_id)
+            await self.hooks.forget(self.transfer_id)
         if call is None or self.is_over:
             return self._is_quiet()
         try:
@@ -311,7 +313,7 @@ class Attempt:
                     match await self.inbox.get():
                         case Heard(message):
                             if message.WhichOneof("message") == "quiesced":
-                                self.quiesced = message.quiesced.generation == self._generation
+                                self.quiesced = True
                         case Ended():
                             self.is_over = True
                         case _:

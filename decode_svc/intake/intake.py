@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from decode_svc.emission import keep
@@ -23,8 +23,10 @@ from decode_svc.request import Candidate, DecodeRequest, State
 from decode_svc.scheduler import DecodeScheduler, Hold
 from k3.config.tree import TransferConfig
 from k3.errors import (
+    DeadlineExceeded,
     GroupFailed,
     K3Error,
+    LayoutMismatch,
     QueueFull,
     ReconnectRequired,
     RequestRejected,
@@ -32,6 +34,7 @@ from k3.errors import (
     Unavailable,
 )
 from k3.rpc.convert import logprobs_to_proto, sampling_to_proto, stop_to_proto, token_from_proto
+from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import plan_pb2, prefill_pb2
 
 BACKOFF_S = 0.05
@@ -60,14 +63,14 @@ class IntakeConfig:
     allowed: tuple[str, ...]
 
 
-Command = Callable[[int, plan_pb2.TransferCommand], None]
+Command = Callable[[int, plan_pb2.TransferCommand], Awaitable[None]]
 Senders = Callable[[Pair, int, int], tuple[int, ...]]  # pair, prompt_len, rank
 
 
 class Intake:
     """See the module's docstring.
 
-    command: queues a command for one rank's mover, never blocks. senders: who a rank has to hear from.
+    command: gives one rank's mover a command. senders: who a rank has to hear from.
     changed: called whenever memory or rows may have become available or a request may run. No I/O of its own.
     """
 
@@ -81,6 +84,7 @@ class Intake:
         command: Command,
         senders: Senders,
         changed: Callable[[], None],
+        metrics: DecodeMetrics,
         rng: random.Random,
     ) -> None:
         self.identity = identity
@@ -90,6 +94,7 @@ class Intake:
         self.pairs = Pairs(source)
         self.quarantine = Quarantine(source, config.times, self._settle)
         self.changed = changed
+        self.metrics = metrics
         self.rng = rng
         self._command = command
         self._senders = senders
@@ -100,7 +105,9 @@ class Intake:
         self._is_open.set()
         self._rebuilt: set[int] = set()
         self._rebuild_done = asyncio.Event()
-        self.hooks = Hooks(self._destination, self._forget, self._first_token, self._ends_at_once)
+        self.hooks = Hooks(
+            self._destination, self._expect, self._forget, self._first_token, self._ends_at_once
+        )
 
     # ---------------------------------------------------------------- from the driver
 
@@ -187,7 +194,7 @@ class Intake:
             if filling.attempt is not None:
                 filling.attempt.deliver(Fenced())
         for rank in range(self.identity.n_ranks):
-            self._command(rank, plan_pb2.TransferCommand(rebuild=plan_pb2.RebuildAgent()))
+            await self._command(rank, plan_pb2.TransferCommand(rebuild=plan_pb2.RebuildAgent()))
         try:
             async with asyncio.timeout(FENCE_DEADLINE_S):
                 await self._rebuild_done.wait()
@@ -207,7 +214,7 @@ class Intake:
     # ---------------------------------------------------------------- hooks of an attempt
 
     def _destination(self, request: DecodeRequest, pair: Pair) -> Target:
-        """Name the reservation to prefill and let every rank expect it: the ranks first."""
+        """Name the reservation; from here on it counts as writable."""
         filling = self._fillings[request.key]
         if request.state is State.ADMITTED:
             self.scheduler.fill(request)
@@ -227,19 +234,22 @@ class Intake:
         )
         assert filling.attempt is not None
         self._by_transfer[message.transfer_id] = filling.attempt
+        return target
+
+    async def _expect(self, target: Target) -> None:
+        message = target.message
         for rank, senders in enumerate(target.senders):
             expect = plan_pb2.ExpectTransfer(
                 transfer_id=message.transfer_id, nonce=message.nonce, senders=senders
             )
-            self._command(rank, plan_pb2.TransferCommand(expect=expect))
-        return target
+            await self._command(rank, plan_pb2.TransferCommand(expect=expect))
 
-    def _forget(self, transfer_id: int) -> None:
+    async def _forget(self, transfer_id: int) -> None:
         if self._by_transfer.pop(transfer_id, None) is None:
             return
         abort = plan_pb2.AbortTransfer(transfer_id=transfer_id)
         for rank in range(self.identity.n_ranks):
-            self._command(rank, plan_pb2.TransferCommand(abort=abort))
+            await self._command(rank, plan_pb2.TransferCommand(abort=abort))
 
     def _ends_at_once(self, request: DecodeRequest, prefilled: prefill_pb2.Prefilled) -> bool:
         token = token_from_proto(prefilled.token)
@@ -356,16 +366,18 @@ class _Filling:
         if isinstance(error, RequestRejected) or self.attempt is not None:
             raise error  # nobody would take it, or its first token is out
         self._failures.append(error)
+        reason = reason_of(error)
+        self.intake.metrics.candidates_failed.labels(reason).inc()
         log.warning(
             "prefill candidate failed",
             extra={
                 "request_id": self.request.spec.request_id,
                 "prefill": candidate.instance_id,
-                "reason": error.code,
+                "reason": reason,
                 "error": str(error),
             },
         )
-        self.generation.push(CandidateFailed(candidate.instance_id, error.code, str(error)))
+        self.generation.push(CandidateFailed(candidate.instance_id, reason, str(error)))
         return False
 
     async def _attempt(self, candidate: Candidate) -> None:
@@ -376,7 +388,7 @@ class _Filling:
             raise Unavailable(
                 f"prefill address {candidate.address!r} is not allowed here: serve.prefills is "
                 f"{list(intake.config.allowed)}",
-                code="address_not_allowed",
+                code="not_allowed",
             )
         await intake.wait_open()
         pair = await intake.pairs.get(candidate.address)
@@ -450,3 +462,22 @@ class _Filling:
             layout_fingerprint=identity.layout_fingerprint,
             draft_fingerprint=identity.draft_fingerprint,
         )
+
+
+def reason_of(error: K3Error) -> str:
+    """Stable short reason of a failed candidate, for the router and the metric's label."""
+    match error:
+        case QueueFull():
+            return "resource_exhausted"
+        case LayoutMismatch():
+            return "layout_mismatch"
+        case ReconnectRequired():
+            return "reconnect_required"
+        case DeadlineExceeded():
+            return "deadline"
+        case TransferError():
+            return "transfer_stalled" if error.code == "transfer_stalled" else "transfer_failed"
+        case PrefillLost() | GroupFailed():
+            return "instance_failed"
+        case _:
+            return "not_allowed" if error.code == "not_allowed" else "unavailable"

@@ -45,7 +45,7 @@ class Quarantine:
         self._times = times
         self._settle = settle
         self._entries: set[Entry] = set()
-        self._closings: set[asyncio.Task[None]] = set()
+        self._closings: dict[asyncio.Task[None], Attempt] = {}
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._closings)
@@ -59,8 +59,8 @@ class Quarantine:
     def finish(self, attempt: Attempt, reason: prefill_pb2.AbortReason | None) -> None:
         """End the stream of an attempt that leaves no memory behind."""
         task = asyncio.create_task(self._close(attempt, reason), name="end of a prefill stream")
-        self._closings.add(task)
-        task.add_done_callback(self._closings.discard)
+        self._closings[task] = attempt
+        task.add_done_callback(lambda done: self._closings.pop(done, None))
 
     def overdue_pages(self) -> int:
         """Pages whose proof has not come within a lease: no ordinary drain takes so long."""
@@ -74,11 +74,15 @@ class Quarantine:
             self._release(entry)
 
     async def close(self) -> None:
-        """Stop proving; what is held stays held."""
+        """Stop proving and cut every stream; what is held stays held."""
         tasks = [e.task for e in self._entries if e.task is not None] + list(self._closings)
+        attempts = [e.attempt for e in self._entries] + list(self._closings.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for attempt in attempts:
+            if attempt.call is not None:
+                attempt.call.cancel()
         self._entries.clear()
 
     def _release(self, entry: Entry) -> None:

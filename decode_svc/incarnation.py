@@ -1,0 +1,284 @@
+"""One life of the rank group: everything that is lost with it, and the loops that keep it busy.
+
+The scheduler says what to run, the intake fills what was admitted, the ranks compute; this file carries messages
+between them and keeps `depth` plans in flight. All of it runs in one asyncio loop, so nothing here needs a lock. `run`
+returns when asked to, and raises GroupFailed when a rank is lost; the driver decides what happens then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from decode_svc import wire
+from decode_svc.deployment import Deployment
+from decode_svc.generation import Admitted, Generation
+from decode_svc.intake.intake import Identity, Intake, IntakeConfig
+from decode_svc.intake.remote import RemotePrefill
+from decode_svc.request import RequestSpec, State
+from k3.errors import K3Error
+from k3.rpc.client import ChannelPool
+from k3.telemetry.metrics import DecodeMetrics
+from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
+
+log = logging.getLogger("k3.decode")
+
+TICK_S = 0.25
+
+
+class Ranks(Protocol):
+    """What a life needs of the rank group; `k3.rank.supervise.RankGroup` is one."""
+
+    async def send_plan(self, plan: plan_pb2.StepPlan) -> None:
+        """To every rank. Raises GroupFailed."""
+        ...
+
+    async def next_result(self) -> plan_pb2.StepResult:
+        """The acknowledgement of the oldest plan. Raises GroupFailed, also when it takes too long."""
+        ...
+
+    async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
+        """To one rank's mover. Raises GroupFailed."""
+        ...
+
+    async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
+        """Rank and what its mover says. Raises GroupFailed."""
+        ...
+
+
+class Incarnation:
+    """movers: the ranks' agents in flat order. `on_change` is called whenever the load snapshot changes."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        instance_id: str,
+        movers: list[plan_pb2.MoverReady],
+        ranks: Ranks,
+        channels: ChannelPool,
+        metrics: DecodeMetrics,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.instance_id = instance_id
+        self.scheduler = deployment.scheduler()
+        self._deployment = deployment
+        self._movers = list(movers)
+        self._ranks = ranks
+        self._metrics = metrics
+        self._on_change = on_change
+        self._generations: dict[int, Generation] = {}
+        self._may_plan = asyncio.Event()
+        self._may_admit = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._last_result_at = _now()
+        config = deployment.config
+        self.intake = Intake(
+            Identity(instance_id, deployment.layout_fingerprint, "", deployment.n_ranks),
+            IntakeConfig(config.transfer, config.serve.prefills),
+            self.scheduler,
+            RemotePrefill(channels, self._introduction, deployment.check),
+            command=ranks.command,
+            senders=deployment.senders,
+            changed=self._changed,
+            metrics=metrics,
+            rng=random.Random(),
+        )
+
+    def _introduction(self) -> prefill_pb2.ConnectRequest:
+        return self._deployment.introduction(self.instance_id, self._movers)
+
+    # ---------------------------------------------------------------- requests
+
+    def open(self, spec: RequestSpec) -> Generation:
+        """Take a request. Raises RequestRejected or QueueFull."""
+        generation = Generation(self.scheduler.submit(spec, _now()))
+        self._generations[generation.request.key] = generation
+        self._changed()
+        return generation
+
+    def close(self, generation: Generation, reason: prefill_pb2.AbortReason) -> None:
+        """The caller is served or gone; `reason` says why if the request is not over. Idempotent."""
+        request = generation.request
+        if self._generations.pop(request.key, None) is None:
+            return
+        self._end(generation, reason)
+        self._log(generation)
+        self._changed()
+
+    def _end(self, generation: Generation, reason: prefill_pb2.AbortReason) -> None:
+        match generation.request.state:
+            case State.QUEUED | State.ADMITTED | State.FILLING:
+                self.intake.abort(generation.request, reason)
+            case State.RUNNING:
+                self.scheduler.abort(generation.request)
+            case State.FINISHING | State.GONE:
+                pass
+
+    def fail(self, error: K3Error) -> None:
+        """End every request with `error`; their memory takes its regular way."""
+        for generation in tuple(self._generations.values()):
+            generation.fail(error)
+            self._end(generation, prefill_pb2.ABORT_REASON_REVOKED)
+        self._changed()
+
+    @property
+    def n_open(self) -> int:
+        """Callers not served yet."""
+        return len(self._generations)
+
+    @property
+    def n_busy(self) -> int:
+        """Callers, requests and quarantined memory that are not finished with."""
+        return len(self._generations) + len(self.scheduler.open_requests()) + self.intake.n_open
+
+    # ---------------------------------------------------------------- loops
+
+    async def run(self) -> None:
+        """Work until `stop`. Raises GroupFailed when the ranks are lost."""
+        loops = (self._step, self._admit, self._listen, self._tick)
+        tasks = [asyncio.create_task(loop(), name=f"decode {loop.__name__}") for loop in loops]
+        stop = asyncio.create_task(self._stop.wait(), name="decode stop")
+        try:
+            await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise AssertionError(f"loop {task.get_name()} returned")
+        finally:
+            for task in (stop, *tasks):
+                task.cancel()
+            await asyncio.gather(stop, *tasks, return_exceptions=True)
+            await self.intake.close()
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._stop.set()
+
+    async def _step(self) -> None:
+        """Keep `depth` plans in flight, absorb their results in order."""
+        scheduler = self.scheduler
+        while True:
+            while (plan := scheduler.plan()) is not None:
+                if scheduler.n_plans_in_flight == 1:
+                    self._last_result_at = _now()
+                await self._ranks.send_plan(wire.step_plan(plan))
+            if scheduler.n_plans_in_flight == 0:
+                await self._may_plan.wait()
+                self._may_plan.clear()
+                continue
+            self._absorb(await self._ranks.next_result())
+
+    def _absorb(self, result: plan_pb2.StepResult) -> None:
+        now = self._last_result_at = _now()
+        progress = self.scheduler.advance(result.step_id, wire.emitted(result))
+        n_tokens = 0
+        for request, kept in progress:
+            n_tokens += len(kept.tokens)
+            generation = self._generations.get(request.key)
+            if generation is not None:
+                generation.tell(kept, now)
+        metrics = self._metrics
+        metrics.step_s.observe(result.step_s)
+        metrics.forward_s.observe(result.forward_s)
+        metrics.batch_size.observe(len(result.rows))
+        metrics.tokens.inc(n_tokens)
+        if len(progress) < len(result.rows) or any(kept.finish for _request, kept in progress):
+            self._changed()  # memory was released
+
+    async def _admit(self) -> None:
+        """Let requests in as memory allows; the first ones that must wait may be computed early."""
+        n_early = self._deployment.config.schedule.max_early_prefills
+        while True:
+            await self._may_admit.wait()
+            self._may_admit.clear()
+            for request in self.scheduler.admit(_now()):
+                generation = self._generations.get(request.key)
+                if generation is None:
+                    self.intake.abort(request, prefill_pb2.ABORT_REASON_CLIENT)
+                    continue
+                if not self.intake.is_filling(request):
+                    self._tell_admitted(generation)
+                self.intake.start(generation)
+            for request in self.scheduler.head(n_early):
+                if not self.intake.is_filling(request) and request.key in self._generations:
+                    self.intake.start(self._generations[request.key])
+
+    def _tell_admitted(self, generation: Generation) -> None:
+        generation.push(Admitted(generation.request.wait_s or 0.0))
+
+    async def _listen(self) -> None:
+        while True:
+            rank, status = await self._ranks.next_status()
+            if status.WhichOneof("status") == "ready":
+                self._movers[rank] = status.ready
+            self.intake.on_status(rank, status)
+
+    async def _tick(self) -> None:
+        """What no event announces: bugs in tasks, and quarantine that has grown too far."""
+        cap = self._deployment.config.transfer.quarantine_cap
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.intake.crash is not None:
+                raise self.intake.crash
+            if self.intake.needs_fence(cap):
+                await self.intake.fence()
+
+    def _changed(self) -> None:
+        self._may_plan.set()
+        self._may_admit.set()
+        self._on_change()
+
+    # ---------------------------------------------------------------- what is going on
+
+    def load(self) -> instance_pb2.Load:
+        """Snapshot of queue and pools, without readiness."""
+        scheduler = self.scheduler
+        pages, slots, rows = (
+            scheduler.pages.counts(),
+            scheduler.state_slots.counts(),
+            scheduler.rows.counts(),
+        )
+        return instance_pb2.Load(
+            running=scheduler.n_holding,
+            waiting=scheduler.n_waiting,
+            pages_free=pages.free,
+            pages_used=pages.held,
+            pages_quarantined=pages.quarantined,
+            pages_total=pages.total,
+            state_slots_used=slots.held,
+            state_slots_quarantined=slots.quarantined,
+            state_slots_total=slots.total,
+            rows_used=rows.held,
+            transfers=self.intake.n_transfers,
+        )
+
+    def stalled_s(self) -> float:
+        """Seconds since the last acknowledgement while a plan is in flight, else 0."""
+        return _now() - self._last_result_at if self.scheduler.n_plans_in_flight else 0.0
+
+    def _log(self, generation: Generation) -> None:
+        """One line per request, at its end."""
+        request, now = generation.request, _now()
+        first = generation.first_token_s
+        n = len(request.outputs)
+        log.info(
+            "request finished",
+            extra={
+                "request_id": request.spec.request_id,
+                "attempt": request.spec.attempt,
+                "prefill": generation.prefill_instance_id,
+                "prompt_tokens": request.prompt_len,
+                "output_tokens": n,
+                "queue_s": request.wait_s,
+                "ttft_s": None if first is None else first - request.arrived_s,
+                "itl_s": None if first is None or n < 2 else (now - first) / (n - 1),
+                "finish": generation.outcome,
+            },
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

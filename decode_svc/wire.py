@@ -1,0 +1,141 @@
+"""Plans, results and requests of the decode service to and from their messages. Generated types stop here."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from decode_svc.generation import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
+from decode_svc.request import Candidate, DecodeRequest, RequestSpec
+from decode_svc.scheduler import Emitted, Plan
+from k3.errors import K3Error, RequestRejected
+from k3.rpc import convert
+from k3.types import RequestId
+from k3.v1 import decode_pb2, plan_pb2
+
+
+def step_plan(plan: Plan) -> plan_pb2.StepPlan:
+    """A plan for the ranks."""
+    message = plan_pb2.StepPlan(step_id=plan.step_id, group_len=plan.group_len)
+    for row in plan.closed:
+        message.close_rows.add(row=row.index, epoch=row.epoch)
+    for request in plan.opened:
+        message.open_rows.append(open_row(request, plan.group_len - 1))
+    for step in plan.rows:
+        message.verify_rows.add(
+            row=step.row.index, epoch=step.row.epoch, base_bound=step.base_bound
+        )
+    return message
+
+
+def open_row(request: DecodeRequest, draft_tokens: int) -> plan_pb2.OpenRow:
+    """The row of a request whose caches are complete.
+
+    Requests with penalties get no drafts: a penalty would have to see tokens of the same group.
+    """
+    spec, held = request.spec, request.held
+    needs_counts = spec.sampling.needs_counts
+    output = [token.id for token in request.outputs]
+    start = request.prompt_len - spec.output_prefix_len
+    fresh, earlier = spec.prompt[:start], spec.prompt[start:]
+    return plan_pb2.OpenRow(
+        row=held.row.index,
+        request=request.key,
+        epoch=held.row.epoch,
+        base=request.base,
+        anchor=output[-1],
+        pages=held.pages,
+        state_slot=held.state_slot.index,
+        draft_valid=False,
+        sampling=convert.sampling_to_proto(spec.sampling),
+        stop=convert.stop_to_proto(spec.stop),
+        logprobs=convert.logprobs_to_proto(spec.logprobs),
+        draft_len=0 if needs_counts else draft_tokens,
+        prompt_ids=fresh if spec.sampling.needs_prompt_ids else (),
+        output_ids=[*earlier, *output],
+    )
+
+
+def emitted(result: plan_pb2.StepResult) -> list[Emitted]:
+    """What a step says about its rows."""
+    return [
+        Emitted(
+            row.row,
+            row.epoch,
+            tuple(convert.token_from_proto(token) for token in row.tokens),
+            row.n_drafts,
+        )
+        for row in result.rows
+    ]
+
+
+def request_spec(message: decode_pb2.GenerateRequest, vocab_size: int) -> RequestSpec:
+    """A request as the router sent it. Raises RequestRejected for what is not served here."""
+    if message.grammar:
+        raise RequestRejected(
+            "grammars are not available in this version; leave `grammar` empty",
+            code="unsupported_parameter",
+            param="grammar",
+        )
+    if message.HasField("prompt_logprobs") and message.prompt_logprobs.enabled:
+        raise RequestRejected(
+            "log probabilities of the prompt are not available in this version; leave `prompt_logprobs` out",
+            code="unsupported_parameter",
+            param="prompt_logprobs",
+        )
+    prompt = tuple(message.token_ids)
+    if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+        raise RequestRejected(
+            f"token ids {min(prompt)}..{max(prompt)}: must lie in 0..{vocab_size - 1}",
+            param="token_ids",
+        )
+    if message.output_prefix_len >= max(1, len(prompt)):
+        raise RequestRejected(
+            f"output_prefix_len={message.output_prefix_len}: must be less than the {len(prompt)} token ids",
+            param="output_prefix_len",
+        )
+    sampling = convert.sampling_from_proto(message.sampling)
+    outside = [i for i in sampling.logit_bias if not 0 <= i < vocab_size]
+    if outside:
+        raise RequestRejected(
+            f"logit_bias of token ids {outside[:5]}: must lie in 0..{vocab_size - 1}",
+            param="sampling.logit_bias",
+        )
+    return RequestSpec(
+        request_id=RequestId(message.request_id),
+        prompt=prompt,
+        sampling=sampling,
+        stop=convert.stop_from_proto(message.stop),
+        logprobs=convert.logprobs_from_proto(message.logprobs),
+        candidates=tuple(Candidate(c.instance_id, c.address) for c in message.candidates),
+        salt=message.salt,
+        attempt=message.attempt,
+        output_prefix_len=message.output_prefix_len,
+    )
+
+
+def response(event: Event) -> decode_pb2.GenerateResponse | K3Error:
+    """One event for the caller, or the error the call ends with."""
+    match event:
+        case Admitted(queue_s):
+            return decode_pb2.GenerateResponse(admitted=decode_pb2.Admitted(queue_s=queue_s))
+        case CandidateFailed(instance_id, reason, message):
+            failed = decode_pb2.CandidateFailed(
+                instance_id=instance_id, reason=reason, message=message
+            )
+            return decode_pb2.GenerateResponse(candidate_failed=failed)
+        case Tokens(tokens):
+            protos = [convert.token_to_proto(token) for token in tokens]
+            return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(tokens=protos))
+        case Finished():
+            finished = decode_pb2.Finished(
+                reason=convert.finish_to_proto(event.reason),
+                stop_token_id=event.stop_token_id,
+                usage=convert.usage_to_proto(event.usage),
+                times=convert.times_to_proto(event.times),
+                prefill_instance_id=event.prefill_instance_id,
+            )
+            return decode_pb2.GenerateResponse(finished=finished)
+        case Failed(error):
+            return error
+        case _:
+            assert_never(event)
