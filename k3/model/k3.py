@@ -22,7 +22,7 @@ from k3.model.kda import Kda
 from k3.model.layers import Embedding, GatedMlp, Head, rms_norm
 from k3.model.mla import Mla
 from k3.model.moe import Moe
-from k3.model.names import layer_of, layer_prefix
+from k3.model.names import expert_of, layer_of, layer_prefix
 from k3.model.spec import K3Spec
 from k3.model.weights import Weights
 from k3.parallel.collectives import Groups
@@ -250,7 +250,12 @@ def stage_tensor_names(
 ) -> set[str]:
     """Of all `names` of the model, those this rank takes something of."""
     layers = place.mesh.stage_layers(spec.num_layers)[place.stage]
-    own = {name for name in names if layer_of(name) in layers}
+    experts = range(spec.moe.n_experts)[place.shard.of(spec.moe.n_experts)]
+    own = {
+        name
+        for name in names
+        if layer_of(name) in layers and (expert_of(name) is None or expert_of(name) in experts)
+    }
     if place.is_first or (shared_embedding and place.is_last):
         own.add("model.embed_tokens.weight")
     if place.is_last:

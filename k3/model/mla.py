@@ -78,6 +78,7 @@ class Mla:
 
     def chunk(self, x_TD: Tensor, latents: Tensor, batch: ChunkBatch) -> Tensor:
         """Write the chunk's latents, then attend causally over everything cached. Needs cp = 1."""
+        assert self.context.size == 1, "chunks run where one rank holds all pages"
         query, latent, gate = self._enter(x_TD)
         self.ops.write(latents, batch.slot_T, latent)
         o = self.ops.prefill(

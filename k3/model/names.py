@@ -34,6 +34,12 @@ def layer_of(name: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
+def expert_of(name: str) -> int | None:
+    """Routed expert a tensor belongs to, None for all others."""
+    _, found, rest = name.partition(".block_sparse_moe.experts.")
+    return int(rest.split(".", 1)[0]) if found else None
+
+
 def expert_name(layer: int, expert: int, matrix: str) -> str:
     """Name of a routed expert's matrix (w1 gate, w3 up, w2 down) without its suffix."""
     return f"{layer_prefix(layer)}block_sparse_moe.experts.{expert}.{matrix}"
