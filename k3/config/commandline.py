@@ -16,7 +16,7 @@ from typing import cast
 
 from k3.config.keys import Key, Value, flatten, keys_of, suggest
 from k3.config.presets import PRESETS
-from k3.config.refusals import Refusal
+from k3.config.rule import Refusal
 
 ENGINE_ALIASES = {
     "--model": "model.path",

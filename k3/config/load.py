@@ -27,8 +27,9 @@ from k3.config.commandline import (
     version,
 )
 from k3.config.keys import assemble, flatten, json_schema, keys_of, nested
-from k3.config.refusals import Refusal, refuse, refuse_router
+from k3.config.refusals import refuse, refuse_router
 from k3.config.resolve import Machine, resolve_names, resolve_router, resolve_sizes
+from k3.config.rule import Refusal
 from k3.config.sources import merge
 from k3.config.tree import EngineConfig, RouterConfig
 from k3.errors import ConfigError, ModelError, RefusedError

@@ -16,7 +16,7 @@ import yaml
 
 from k3.config.keys import Value, keys_of, sections_of, suggest
 from k3.config.presets import PRESETS
-from k3.config.refusals import Refusal
+from k3.config.rule import Refusal
 from k3.config.tree import EngineConfig, RouterConfig
 
 TREES: tuple[type, ...] = (EngineConfig, RouterConfig)

@@ -311,6 +311,9 @@ class RouterMetrics:
             reason=("stop", "length", "error", "cancelled"),
         )
         self.errors = d.counter("k3_router_errors_total", "Error answers by code.", code=())
+        self.unknown_params = d.counter(
+            "k3_router_unknown_params_total", "Body fields nobody knows, by name.", field=()
+        )
         self.cancelled = d.counter(
             "k3_router_requests_cancelled_total",
             "Requests whose client went away.",

@@ -1,0 +1,159 @@
+"""The parts of a refusal: `Rule` (a row of the table), `Refusal` (a violated one), and the tests that need a function.
+
+A test answers None or False when the rule is kept, True when it is violated (the values shown are those of the rule's
+keys), or the offending values as text. The table itself is `refusals.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from k3.config.keys import flatten
+from k3.config.resolve import pages_in_memory
+from k3.config.tree import EngineConfig, ModelConfig
+from k3.errors import ModelError
+from k3.model.spec import K3Spec
+
+S = TypeVar("S")
+
+PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._*-]+):(\d{1,5}|\*)")
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}")
+ANY_HOST = ("", "0.0.0.0", "::", "[::]")
+
+
+class Refusal(NamedTuple):
+    """One violated rule, with the values that violate it."""
+
+    code: str
+    values: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """`CODE: values: why; remedy`."""
+        return f"{self.code}: {self.values}: {self.why}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[S]):
+    """One row of the table. `keys` are the settings it is about; `roles` the processes it holds for."""
+
+    code: str
+    roles: tuple[str, ...]
+    keys: tuple[str, ...]
+    when: str
+    why: str
+    remedy: str
+    test: Callable[[S], bool | str | None]
+
+    def judge(self, subject: S, config: object) -> Refusal | None:
+        """The refusal, or None when the rule is kept. `config` is where the keys are looked up."""
+        verdict = self.test(subject)
+        if verdict is None or verdict is False:
+            return None
+        if verdict is True:
+            values = flatten(config)
+            verdict = ", ".join(f"{key}={values[key]}" for key in self.keys)
+        return Refusal(self.code, verdict, self.why, self.remedy)
+
+
+def markdown(rules: Iterable[Rule[Any]]) -> str:
+    """The documentation of rules: `docs/refusals.md`."""
+    lines = [
+        "# Refusals",
+        "",
+        "Judged at start-up, all at once; the process exits with 2. `--check` judges without starting.",
+        "Generated: `python -m k3.config.refusals > docs/refusals.md`.",
+        "",
+        "| code | process | refused when | why | what to do |",
+        "|---|---|---|---|---|",
+    ]
+    for rule in rules:
+        who = ", ".join("k3-" + role for role in rule.roles if role != "both")
+        lines.append(f"| {rule.code} | {who} | {rule.when} | {rule.why} | {rule.remedy} |")
+    return "\n".join(lines) + "\n"
+
+
+class Fit(NamedTuple):
+    """A configuration beside the model it is for."""
+
+    config: EngineConfig
+    spec: K3Spec
+
+
+def missing_model(model: ModelConfig) -> bool:
+    """Whether model.path has no config.json."""
+    return not (Path(model.path) / "config.json").is_file()
+
+
+def unreadable_model(model: ModelConfig) -> str | None:
+    """What is wrong with an existing config.json."""
+    if missing_model(model):
+        return None
+    try:
+        K3Spec.from_folder(Path(model.path))
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def missing_files(config: object, keys: Iterable[str]) -> str | None:
+    """Keys that name files which do not exist; an empty path names none."""
+    values = flatten(config)
+    missing = [f"{k}={values[k]}" for k in keys if values[k] and not Path(str(values[k])).is_file()]
+    return ", ".join(missing) or None
+
+
+def is_same_port(a: tuple[str, int], b: tuple[str, int]) -> bool:
+    """Whether two (host, port) would meet; port 0 is any free one."""
+    overlaps = a[0] == b[0] or a[0] in ANY_HOST or b[0] in ANY_HOST
+    return overlaps and a[1] == b[1] != 0
+
+
+def bad_port_range(c: EngineConfig) -> bool | str:
+    """Malformed, or containing a port of ours."""
+    match = re.fullmatch(r"(\d+)-(\d+)", c.transfer.port_range)
+    if match is None:
+        return c.transfer.port_range != ""
+    low, high = int(match[1]), int(match[2])
+    for name, port in (("serve.port", c.serve.port), ("serve.ops_port", c.serve.ops_port)):
+        if low <= port <= high:
+            return f"transfer.port_range={c.transfer.port_range} contains {name}={port}"
+    return not 1024 <= low <= high <= 65535
+
+
+def bad_addresses(addresses: Iterable[str], form: re.Pattern[str]) -> str | None:
+    """Addresses that do not have the form."""
+    bad = [repr(a) for a in addresses if not form.fullmatch(a)]
+    return f"address {', '.join(bad)}" if bad else None
+
+
+def repeated(addresses: tuple[str, ...]) -> str | None:
+    """Addresses that appear more than once."""
+    twice = sorted({a for a in addresses if addresses.count(a) > 1})
+    return f"address {', '.join(twice)}" if twice else None
+
+
+def indivisible(fit: Fit) -> str | None:
+    """Numbers of heads that tp * cp does not divide."""
+    n = fit.config.parallel.tp * fit.config.parallel.cp
+    heads = {"attention heads": fit.spec.mla.n_heads, "KDA heads": fit.spec.kda_heads}
+    bad = [f"{count} {name}" for name, count in heads.items() if count % n]
+    return f"tp * cp = {n} does not divide {' and '.join(bad)}" if bad else None
+
+
+def no_page_fits(fit: Fit) -> bool:
+    """Whether the memory holds not even one page; only where a rank's share is defined at all."""
+    c = fit.config
+    has_share = not indivisible(fit) and c.parallel.pp <= fit.spec.num_layers
+    return not c.cache.pages and has_share and pages_in_memory(c, fit.spec) < 1
+
+
+def pool_below_longest(fit: Fit) -> bool:
+    """Whether a pool of given size cannot hold one request of the given longest length."""
+    c = fit.config
+    return 0 < c.cache.pages * c.cache.page_tokens * c.parallel.cp < c.model.max_model_len

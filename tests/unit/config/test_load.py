@@ -1,0 +1,329 @@
+"""Sources, precedence, values, resolution and the way out of every wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from k3 import errors
+from k3.config import load
+from k3.config.commandline import CommandLine
+from k3.config.keys import Key, assemble, flatten, json_schema, keys_of, nested
+from k3.config.presets import PRESETS
+from k3.config.resolve import Machine, resolve_names
+from k3.config.tree import EngineConfig, RouterConfig
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+ENGINE_KEYS = keys_of(EngineConfig)
+
+
+def engine(role: str = "decode", environ: dict[str, str] | None = None, **line: object):
+    return load.load_engine(role, CommandLine(**({"flags": {}} | line)), environ or {})
+
+
+def written(tmp_path: Path, document: object) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    return path
+
+
+def codes(loaded: load.Loaded) -> list[str]:
+    return [problem.code for problem in loaded.problems]
+
+
+def test_defaults_are_accepted_and_leave_nothing_open():
+    for role in ("prefill", "decode"):
+        config = engine(role).require()
+        values = flatten(config)
+        assert "auto" not in values.values()
+        assert config.role == role
+        assert 0 not in (config.cache.pages, config.cache.state_slots, config.backends.threads)
+        assert 0 not in (config.serve.port, config.model.max_model_len)
+        assert Path(config.model.path).is_dir()
+
+
+def test_later_sources_win_and_every_value_knows_its_source(tmp_path):
+    file = written(
+        tmp_path,
+        {"schedule": {"max_rows": 3, "max_queue": 5, "token_budget": 99}, "cache": {"pages": 8}},
+    )
+    loaded = engine(
+        environ={"K3_SCHEDULE__MAX_QUEUE": "6", "K3_SCHEDULE__TOKEN_BUDGET": "100"},
+        preset="tiny-test",
+        file=file,
+        flags={"schedule.token_budget": "101"},
+    )
+    schedule = loaded.require().schedule
+    assert (schedule.max_rows, schedule.max_queue, schedule.token_budget) == (3, 6, 101)
+    assert schedule.plan_timeout_s == 20.0
+    assert loaded.sources["schedule.plan_timeout_s"] == "preset tiny-test"
+    assert loaded.sources["schedule.max_rows"] == f"file {file}"
+    assert loaded.sources["schedule.max_queue"] == "environment K3_SCHEDULE__MAX_QUEUE"
+    assert loaded.sources["schedule.token_budget"] == "flag --schedule-token-budget"
+    assert loaded.sources["schedule.depth"] == "default"
+    assert loaded.sources["model.dtype"] == "preset tiny-test"
+    assert loaded.sources["backends.kda"] == "default, resolved from 'auto'"
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "value"),
+    [
+        ("transfer.lease_s", "1m", 60.0),
+        ("transfer.lease_s", "1500ms", 1.5),
+        ("transfer.lease_s", "40", 40.0),
+        ("transfer.lease_s", 41, 41.0),
+        ("cache.memory_bytes", "16MiB", 16 << 20),
+        ("cache.memory_bytes", "1.5 GB", 1_500_000_000),
+        ("cache.memory_bytes", "4096", 4096),
+        ("cache.fill_nan", "yes", True),
+        ("cache.fill_nan", False, False),
+        ("cache.prefix", True, "on"),
+        ("serve.prefills", "a:1, b:2", ("a:1", "b:2")),
+        ("serve.prefills", ["a:1"], ("a:1",)),
+        ("serve.prefills", "", ()),
+        ("cache.pages", " 17 ", 17),
+    ],
+)
+def test_values_are_read_in_every_accepted_form(path, raw, value):
+    parsed = ENGINE_KEYS[path].parse(raw)
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "expected"),
+    [
+        ("transfer.lease_s", "1x", "a duration such as 30s, 500ms or 5m, at least 0.01"),
+        ("transfer.lease_s", True, "a duration"),
+        ("transfer.lease_s", -1, "at least"),
+        ("cache.memory_bytes", "16 floppies", "a size such as 512MiB"),
+        ("cache.pages", 1.5, "an integer"),
+        ("cache.pages", True, "an integer"),
+        ("cache.pages", None, "an integer"),
+        ("schedule.depth", 3, "1 to 2"),
+        ("cache.fill_nan", "perhaps", "true or false"),
+        ("model.dtype", "float23", "did you mean 'float32'"),
+        ("model.name", 7, "text"),
+        ("serve.prefills", [1], "a list of text"),
+        ("cache.pages", {"a": 1}, "an integer"),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected(path, raw, expected):
+    with pytest.raises(ValueError, match="expected") as caught:
+        ENGINE_KEYS[path].parse(raw)
+    assert expected in str(caught.value)
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path):
+    file = written(tmp_path, {"cache": {"page_token": 3, "pages": "x"}, "nothing": 1, "model": 4})
+    line = {"file": file, "flags": {"parallel.pp": "2"}, "preset": "tiny-tset"}
+    loaded = engine(environ={"K3_CACHE__PAGESS": "1"}, **line)
+    assert sorted(codes(loaded)) == sorted(
+        [
+            "PRESET",
+            "UNKNOWN_KEY",
+            "VALUE",
+            "UNKNOWN_KEY",
+            "SECTION",
+            "UNKNOWN_KEY",
+            "PP_NOT_AVAILABLE",
+        ]
+    )
+    text = "\n".join(map(str, loaded.problems))
+    for hint in ("tiny-test?", "cache.page_tokens?", "K3_CACHE__PAGES?"):
+        assert f"did you mean {hint}" in text
+    with pytest.raises(errors.RefusedError) as caught:
+        loaded.require()
+    assert len(caught.value.reasons) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("cache: {pages: 1, pages: 2}", "FILE"),
+        ("cache: [", "FILE"),
+        ("[1, 2]", "SECTION"),
+        ("just text", "SECTION"),
+        ("cache: !!python/object/apply:os.getcwd []", "FILE"),
+        ("1: 2", "UNKNOWN_KEY"),
+    ],
+)
+def test_a_broken_file_is_a_problem_not_a_traceback(tmp_path, text, code):
+    assert codes(engine(file=written(tmp_path, text))) == [code]
+
+
+def test_an_empty_file_is_fine_and_a_missing_one_is_not(tmp_path):
+    assert codes(engine(file=written(tmp_path, ""))) == []
+    assert codes(engine(file=tmp_path / "absent.yaml")) == ["FILE"]
+
+
+def test_variables_of_the_other_process_are_left_to_it():
+    environ = {"K3_HTTP__PORT": "1", "K3_RANK_TOKEN": "x", "K3_MODEL__NAME": "m"}
+    config = engine(environ=environ).require()
+    assert config.model.name == "m"
+    loaded = load.load_router(CommandLine({}), environ | {"K3_CACHE__PAGES": "3"})
+    assert loaded.require().http.port == 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_every_preset_is_accepted_by_every_process(preset, role):
+    line = CommandLine({}, preset=preset)
+    loaded = load.load_router(line, {}) if role == "router" else load.load_engine(role, line, {})
+    loaded.require()
+    assert f"preset {preset}" in loaded.sources.values()
+
+
+def test_presets_name_only_known_keys():
+    known = {*ENGINE_KEYS, *keys_of(RouterConfig)}
+    for values in PRESETS.values():
+        assert values.keys() <= known
+
+
+def test_auto_follows_the_machine():
+    gpu = resolve_names(replace(EngineConfig(), role="prefill"), Machine(cores=12, has_gpu=True))
+    assert (gpu.model.device, gpu.model.dtype, gpu.backends.threads) == ("cuda", "bfloat16", 12)
+    cpu = resolve_names(replace(EngineConfig(), role="decode"), Machine(cores=3, has_gpu=False))
+    assert (cpu.model.device, cpu.model.dtype, cpu.serve.port) == ("cpu", "float32", 50052)
+    assert cpu.cache.state_slots == cpu.schedule.max_rows + 1
+    assert gpu.cache.state_slots == gpu.schedule.max_rows + gpu.schedule.max_queue
+    assert not Machine.here({"CUDA_VISIBLE_DEVICES": ""}).has_gpu
+
+
+def test_the_longest_request_is_what_fits_into_a_small_pool():
+    config = engine(flags={"cache.pages": "7", "cache.page_tokens": "8"}).require()
+    assert config.model.max_model_len == 56
+
+
+def test_more_pages_than_requests_can_hold_are_not_allocated():
+    flags = {"model.max_model_len": "33", "schedule.max_rows": "2", "cache.page_tokens": "16"}
+    config = engine(flags=flags).require()
+    assert config.cache.pages == 3 * 3  # three slots, three pages each
+
+
+def test_a_resolved_tree_survives_json_and_has_a_stable_name():
+    config = engine("prefill", flags={"serve.prefills": "a:1,b:2"}).require()
+    again = load.engine_from_json(load.to_json(config))
+    assert again == config
+    assert load.config_hash(again) == load.config_hash(config)
+    assert load.config_hash(replace(config, role="decode")) != load.config_hash(config)
+
+
+def test_a_tree_of_another_version_is_refused_by_name():
+    document = json.loads(load.to_json(engine().require()))
+    del document["cache"]["pages"]
+    with pytest.raises(errors.ConfigError, match=r"cache\.pages"):
+        load.engine_from_json(json.dumps(document))
+
+
+@given(st.sampled_from([EngineConfig, RouterConfig]), st.data())
+def test_flatten_and_assemble_are_inverse(tree, data):
+    values = dict(flatten(tree()))
+    changed = data.draw(st.sampled_from(sorted(values)))
+    if keys_of(tree)[changed].kind == "int":
+        values[changed] = data.draw(st.integers(0, 99))
+    assert flatten(assemble(tree, values)) == values
+
+
+@given(st.text(), st.sampled_from(sorted(ENGINE_KEYS)))
+def test_text_is_a_value_of_the_right_kind_or_a_value_error(text, path):
+    kinds = {"bool": bool, "int": int, "float": float, "str": str, "list": tuple}
+    with suppress(ValueError):
+        assert isinstance(ENGINE_KEYS[path].parse(text), kinds[ENGINE_KEYS[path].kind])
+
+
+def test_the_schema_is_closed_and_covers_every_key():
+    schema = json_schema(EngineConfig, "k3-decode")
+    assert schema["additionalProperties"] is False
+    found = {
+        f"{section}.{name}" if "properties" in node else section
+        for section, node in schema["properties"].items()
+        for name in node.get("properties", {"": None})
+    }
+    assert found == set(ENGINE_KEYS)
+    assert schema["properties"]["schedule"]["properties"]["depth"]["maximum"] == 2
+
+
+def test_flags_and_variables_are_derived_from_the_path():
+    key: Key = ENGINE_KEYS["cache.page_tokens"]
+    assert (key.flag, key.variable) == ("--cache-page-tokens", "K3_CACHE__PAGE_TOKENS")
+    assert nested({"cache.pages": 3, "role": "x", "a.b": ("c",)}) == {
+        "cache": {"pages": 3},
+        "role": "x",
+        "a": {"b": ["c"]},
+    }
+
+
+def run(role: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    call = "load.router_config(argv)" if role == "router" else f"load.engine_config({role!r}, argv)"
+    program = (
+        f"import sys; from k3.config import load; argv = sys.argv[1:]; print(load.config_hash({call})); "
+        "assert not {'torch', 'grpc', 'fastapi'} & set(sys.modules)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_aliases_reach_their_keys_and_nothing_heavy_is_imported():
+    done = run("decode", "--max-rows", "3", "--port=7001", "--page-tokens", "8", "--check")
+    assert done.returncode == 0, done.stderr
+    for line in ("schedule.max_rows", "serve.port", "cache.page_tokens"):
+        assert "flag --" in next(text for text in done.stdout.splitlines() if text.startswith(line))
+    assert run("router", "--port", "8123").returncode == 0
+
+
+def test_start_up_prints_every_problem_to_stderr_and_exits_with_2():
+    done = run("prefill", "--page-tokenz", "8", "--pp", "2", "--cache-pages", "many")
+    assert (done.returncode, done.stdout) == (2, "")
+    for word in (
+        "did you mean --page-tokens?",
+        "PP_NOT_AVAILABLE",
+        "cache.pages='many'",
+        "3 problems",
+    ):
+        assert word in done.stderr
+
+
+def test_check_exits_with_2_and_shows_all_of_the_bad_example():
+    done = run("decode", "--check", "--config", str(EXAMPLES / "bad.yaml"))
+    assert done.returncode == 2
+    assert "refused: 22 problems" in done.stdout
+    assert done.stdout.count("remedy:") == 22
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_the_examples_are_accepted(role):
+    done = run(role, "--check", "--config", str(EXAMPLES / f"{role}.yaml"))
+    assert done.returncode == 0, done.stdout
+
+
+def test_help_explains_every_key():
+    done = run("prefill", "--help")
+    text = " ".join(done.stdout.split())
+    for key in ENGINE_KEYS.values():
+        assert key.flag in text
+        assert " ".join(key.help.split())[:30] in text
+
+
+def test_version_and_schema_are_printed():
+    assert run("router", "--version").stdout.startswith("k3-router ")
+    schema = json.loads(run("decode", "--config-schema").stdout)
+    assert schema["title"] == "k3-decode configuration"
+
+
+def test_a_role_of_another_command_is_refused():
+    assert codes(engine("prefill", flags={"role": "decode"})) == ["ROLE"]
+    assert codes(engine("decode", flags={"role": "both"})) == ["ROLE_BOTH"]

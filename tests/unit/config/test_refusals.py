@@ -1,0 +1,118 @@
+"""Every rule is violated once by exactly what it names, and says so with its values and a remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from k3.config import refusals
+from k3.config.commandline import CommandLine
+from k3.config.load import load_engine, load_router
+from k3.config.resolve import EMBEDDED_MODEL
+
+DOCS = Path(__file__).parents[3] / "docs"
+ENGINE_CASES = [
+    ("ROLE_BOTH", "decode", {"role": "both"}),
+    ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
+    ("DEVICE", "prefill", {"model.device": "cuda"}),
+    ("HELIX_PREFILL", "prefill", {"parallel.cp": "2"}),
+    ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
+    ("PP_NOT_AVAILABLE", "prefill", {"parallel.pp": "2"}),
+    ("TP_NOT_AVAILABLE", "decode", {"parallel.tp": "2"}),
+    ("CP_NOT_AVAILABLE", "decode", {"parallel.cp": "2"}),
+    ("DRAFTS_NOT_AVAILABLE", "decode", {"spec.draft_tokens": "7"}),
+    ("PREFIX_ON_DECODE", "decode", {"cache.prefix": "on"}),
+    ("PREFIX_NOT_AVAILABLE", "prefill", {"cache.prefix": "on"}),
+    ("PAGE_TOKENS", "decode", {"cache.page_tokens": "48"}),
+    ("STATE_SLOTS", "decode", {"cache.state_slots": "1"}),
+    ("BUDGET_PAGE", "prefill", {"schedule.token_budget": "15"}),
+    ("FENCE_CLOCKS", "decode", {"transfer.lease_s": "25s"}),
+    ("HEARTBEAT_CLOCK", "prefill", {"transfer.heartbeat_s": "8s"}),
+    ("PROGRESS_CLOCK", "decode", {"transfer.progress_timeout_s": "9s"}),
+    ("PORT_RANGE", "prefill", {"transfer.port_range": "50000-50100"}),
+    ("PORT_RANGE", "prefill", {"transfer.port_range": "41050-41000"}),
+    ("PORT_RANGE", "prefill", {"transfer.port_range": "any"}),
+    ("PORT_RANGE", "prefill", {"transfer.port_range": "80-90"}),
+    ("SAME_PORT", "prefill", {"serve.ops_port": "50051"}),
+    ("SAME_PORT", "prefill", {"serve.ops_port": "50051", "serve.ops_host": "0.0.0.0"}),
+    ("PREFILL_PATTERNS", "decode", {"serve.prefills": "somewhere"}),
+    ("TLS_PAIR", "decode", {"serve.tls_cert": __file__}),
+    ("TLS_FILES", "decode", {"serve.tls_ca": "/nowhere"}),
+    ("TLS_CLIENT_AUTH", "decode", {"serve.tls_client_auth": "true"}),
+    ("HEADS", "decode", {"parallel.tp": "3"}),
+    ("STAGES", "prefill", {"parallel.pp": "99"}),
+    ("MODEL_LEN", "decode", {"model.max_model_len": "1000000"}),
+    ("POOL_BELOW_MODEL_LEN", "decode", {"model.max_model_len": "161", "cache.pages": "10"}),
+    ("MEMORY", "decode", {"cache.memory_bytes": "1KiB"}),
+]
+ROUTER_CASES = [
+    ("ROUTER_MODEL_FOLDER", {"model.path": "/nowhere"}),
+    ("ROUTER_SAME_PORT", {"http.admin_port": "8000"}),
+    ("FLEET_ADDRESSES", {"fleet.prefills": "here:*"}),
+    ("FLEET_TWICE", {"fleet.prefills": "a:1", "fleet.decodes": "a:1"}),
+    ("FLEET_TLS_PAIR", {"fleet.tls_key": __file__}),
+    ("FLEET_TLS_CA", {"fleet.tls_cert": __file__, "fleet.tls_key": __file__}),
+    ("FLEET_TLS_FILES", {"fleet.tls_ca": "/nowhere"}),
+]
+# Settings that break a second rule by nature.
+COMPANIONS = {
+    "HELIX_PIPELINE": {"PP_NOT_AVAILABLE", "CP_NOT_AVAILABLE"},
+    "HEADS": {"TP_NOT_AVAILABLE"},
+    "STAGES": {"PP_NOT_AVAILABLE"},
+}
+
+
+def check(code: str, problems) -> None:
+    found = {problem.code: problem for problem in problems}
+    assert found.keys() == {code} | COMPANIONS.get(code, set())
+    assert found[code].values
+    assert found[code].why
+    assert found[code].remedy
+
+
+@pytest.mark.parametrize(("code", "role", "flags"), ENGINE_CASES, ids=lambda v: str(v)[:24])
+def test_an_engine_refuses(code, role, flags):
+    check(code, load_engine(role, CommandLine(flags), {"CUDA_VISIBLE_DEVICES": ""}).problems)
+
+
+@pytest.mark.parametrize(("code", "flags"), ROUTER_CASES, ids=lambda v: str(v)[:24])
+def test_the_router_refuses(code, flags):
+    check(code, load_router(CommandLine(flags), {}).problems)
+
+
+def test_a_model_of_another_family_is_refused_with_the_field(tmp_path):
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    del config["text_config"]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    problems = load_engine("prefill", CommandLine({"model.path": str(tmp_path)}), {}).problems
+    check("MODEL_CONFIG", problems)
+    assert "hidden_size" in problems[0].values
+
+
+def test_every_rule_has_a_case():
+    tested = {code for code, *_ in (*ENGINE_CASES, *ROUTER_CASES)} | {"MODEL_CONFIG"}
+    rules = (*refusals.ENGINE_RULES, *refusals.FIT_RULES, *refusals.ROUTER_RULES)
+    assert tested == {rule.code for rule in rules}
+    assert len(rules) == len(tested)
+
+
+def test_values_just_inside_the_rules_are_accepted():
+    flags = {
+        "cache.state_slots": "2",
+        "cache.page_tokens": "128",
+        "transfer.lease_s": "25.01s",
+        "transfer.heartbeat_s": "7.5s",
+        "transfer.port_range": "41000-41050",
+        "model.max_model_len": "1280",
+        "cache.pages": "10",
+        "serve.ops_port": "50052",
+        "serve.ops_host": "127.0.0.2",
+        "serve.prefills": "*:50051,[::1]:*,prefill-0.prefill:50051",
+    }
+    assert load_engine("decode", CommandLine(flags), {}).problems == ()
+
+
+def test_docs_refusals_is_current():
+    assert (DOCS / "refusals.md").read_text() == refusals.document()

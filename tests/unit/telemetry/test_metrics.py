@@ -1,0 +1,81 @@
+"""Names are API: documented, well formed, present at zero before traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from k3.telemetry import metrics
+from k3.v1 import instance_pb2
+
+DOCS = Path(__file__).parents[3] / "docs"
+ROLES = [metrics.RouterMetrics, metrics.PrefillMetrics, metrics.DecodeMetrics]
+
+
+def test_docs_metrics_is_current():
+    assert (DOCS / "metrics.md").read_text() == metrics.document()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_names_follow_the_rules(role):
+    for row in role().declare.rows:
+        assert row.name.startswith("k3_")
+        assert row.name.endswith("_total") == (row.kind == "counter")
+        assert row.help.endswith(".")
+        assert not row.name.endswith(("_ms", "_millis", "_mb"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_two_processes_in_one_program_do_not_share_counters(role):
+    one, two = role(), role()
+    one.common.ready.set(1)
+    assert b"k3_ready 1.0" in generate_latest(one.registry)
+    assert b"k3_ready 0.0" in generate_latest(two.registry)
+
+
+def test_known_label_sets_exist_at_zero_before_traffic():
+    text = generate_latest(metrics.DecodeMetrics().registry).decode()
+    for series in (
+        'k3_kv_pages{state="quarantined"} 0.0',
+        'k3_transfer_bytes_total{kind="kda"} 0.0',
+        'k3_transfer_candidates_failed_total{reason="layout_mismatch"} 0.0',
+    ):
+        assert series in text
+
+
+def test_gauges_show_a_load_snapshot():
+    decode = metrics.DecodeMetrics()
+    decode.show(
+        instance_pb2.Load(
+            running=2,
+            waiting=3,
+            pages_free=5,
+            pages_used=7,
+            state_slots_used=2,
+            state_slots_quarantined=1,
+            state_slots_total=9,
+            rows_used=2,
+            transfers=1,
+        )
+    )
+    text = generate_latest(decode.registry).decode()
+    for series in (
+        "k3_decode_running 2.0",
+        "k3_decode_waiting 3.0",
+        "k3_decode_rows_used 2.0",
+        'k3_kv_pages{state="used"} 7.0',
+        'k3_state_slots{state="vacant"} 6.0',
+        "k3_transfer_in_flight 1.0",
+    ):
+        assert series in text
+
+
+def test_a_new_identity_replaces_the_old_one():
+    common = metrics.PrefillMetrics()
+    common.common.identify("1", "aa", "bb")
+    common.common.identify("1", "aa", "cc")
+    text = generate_latest(common.registry).decode()
+    assert 'layout_fingerprint="cc"' in text
+    assert 'layout_fingerprint="bb"' not in text
