@@ -276,8 +276,8 @@ class RankGroup:
                     case "error":
                         log.error("rank %d failed\n%s", number, message.error.stack)
                         self._fail(_error_of(number, message.error))
-                    case "hello" | None:
-                        raise ConnectionError(f"unexpected {message.WhichOneof('message')!r}")
+                    case other:
+                        raise ConnectionError(f"unexpected {other!r} on the plan connection")
         except (EOFError, ConnectionError) as error:
             await self._mourn(number, str(error))
 
