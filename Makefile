@@ -4,7 +4,7 @@
 .PHONY: help setup demo run check fast test e2e chaos chart bench proto clean
 
 help:   ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' Makefile
 setup:  ## virtual environment, editable install, git hooks
 	@.ci/setup.sh && .ci/hooks.sh
 demo:   ## start the cluster, ask one question, stream the answer, stop

@@ -25,6 +25,7 @@ QUESTION = "Grace reads 18 pages every day. After 2 days, how many of the 269 pa
 ROUTER = ("http-", "fleet-", "admission-")
 EVERYWHERE = ("model", "model-", "telemetry-", "log-")
 ENGINES = ("page-tokens", "cache-page-tokens", "cache-fill-nan", "transfer-", "backends-", "serve-")
+CLEAR = "\r\033[K"  # of the terminal's line
 PREFIXED = ("prefill", "decode", "router")
 
 
@@ -113,6 +114,26 @@ def say(text: str, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+class Progress:
+    """Start-up as lines, one a stage; on a terminal the last line follows the figures."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._stages: dict[str, str] = {}
+
+    def show(self, name: str, detail: str) -> None:
+        """`detail` is a stage's name, with `done/total` behind it while it runs."""
+        detail = detail.removeprefix("starting: ")
+        stage, _, figures = detail.partition(" ")
+        done, _, total = figures.partition("/")
+        is_new = self._stages.get(name) != stage
+        self._stages[name] = stage
+        if self._is_terminal and done.isdigit() and total.isdigit() and total != "0":
+            say(f"{CLEAR}  {name}: {stage} {100 * int(done) // int(total)} %", end="")
+        elif is_new:
+            say(f"{CLEAR if self._is_terminal else ''}  {name}: {detail}")
+
+
 def check(cluster: LocalCluster) -> int:
     """Run `--check` of every service; the worst exit code."""
     worst = 0
@@ -152,7 +173,7 @@ def run(cluster: LocalCluster, question: str | None, deadline_s: float, stop: St
     say(f"starting {', '.join(m.name for m in cluster.members)}")
     cluster.start(
         deadline_s,
-        on_progress=lambda name, detail: say(f"  {name}: {detail}"),
+        on_progress=Progress().show,
         should_stop=stop.is_asked,
     )
     try:

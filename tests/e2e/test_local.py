@@ -105,9 +105,10 @@ def test_the_demo_streams_an_answer_and_leaves_with_zero() -> None:
     assert "233" in done.stdout  # 269 - 2 * 18
 
 
-def test_the_readmes_curl_line_works_as_printed(tmp_path: Path) -> None:
+def test_the_readmes_curl_line_works_and_a_signal_ends_all_of_it(tmp_path: Path) -> None:
     with running(tmp_path / "log") as local:
         url = local.ready_url()
+        pids = local.family()
         text = (ROOT / "README.md").read_text()
         line = re.search(r"curl -s http://127.0.0.1:8000.*?\n.*?'\n", text, re.DOTALL)
         assert line is not None
@@ -115,10 +116,12 @@ def test_the_readmes_curl_line_works_as_printed(tmp_path: Path) -> None:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
         message = json.loads(answer.stdout)["choices"][0]["message"]
         assert "233" in message["content"]
+        files = shared_memory(pids)
         assert local.end(signal.SIGTERM) == 0
+        expect_nothing_left(pids, files, deadline_s=10.0)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_and_no_shared_memory_stays_behind(tmp_path: Path, sig: signal.Signals) -> None:
     with running(tmp_path / "log") as local:
         local.ready_url()
