@@ -1,0 +1,238 @@
+"""`k3-router`: configuration, assembly, two HTTP servers, drain on a signal.
+
+Exit codes: 0 after a drain, 2 configuration, 3 model folder, 4 port in use, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from k3.config.load import config_hash, router_config, to_json
+from k3.config.tree import RouterConfig
+from k3.errors import ModelError
+from k3.rpc.client import ChannelPool, client_tls
+from k3.telemetry import logs
+from k3.telemetry.metrics import RouterMetrics
+from router.admin import Admin
+from router.admission import Admission
+from router.app import admin_app, public_app
+from router.fleet.attempt import Dispatcher
+from router.fleet.instance import Role
+from router.fleet.pairing import make_rules
+from router.fleet.registry import Registry
+from router.lifecycle import Lifecycle
+from router.openai.body import BodyReader
+from router.openai.params import Settings
+from router.openai.serving import Serving
+from router.requests import RequestTable
+from router.text.folder import ModelFolder, load_model_folder
+
+log = logging.getLogger("k3.router")
+EXIT_MODEL, EXIT_PORT = 3, 4
+N_TEXT_THREADS = 2
+KEEP_ALIVE_S = 75
+MAX_UNKNOWN_FIELDS = 64
+
+
+def main() -> None:
+    """Entry point of `k3-router`."""
+    config = router_config(sys.argv[1:])
+    logs.setup(config.telemetry.log_format, config.telemetry.log_level, "router")
+    try:
+        folder = load_model_folder(
+            Path(config.model.path), config.model.name, config.model.max_model_len
+        )
+    except ModelError as error:
+        log.error("model folder does not fit", extra={"error": str(error)})
+        sys.exit(EXIT_MODEL)
+    try:
+        public = bind(config.http.host, config.http.port)
+        admin = bind(config.http.admin_host, config.http.admin_port)
+    except OSError as error:
+        log.error("port is in use", extra={"error": str(error)})
+        sys.exit(EXIT_PORT)
+    asyncio.run(Router(config, folder).run(public, admin))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError that names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise OSError(
+            f"{host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+class UnknownFields:
+    """Counts unknown body fields by name, the first MAX_UNKNOWN_FIELDS of them; clients choose the names."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._names: set[str] = set()
+
+    def __call__(self, name: str) -> None:
+        """One more."""
+        if name not in self._names and len(self._names) >= MAX_UNKNOWN_FIELDS:
+            name = "other"
+        self._names.add(name)
+        self._metrics.unknown_params.labels(name[:64]).inc()
+
+
+class Router:
+    """Owns everything that lives as long as the process."""
+
+    def __init__(self, config: RouterConfig, folder: ModelFolder) -> None:
+        self._config = config
+        self._folder = folder
+        self._metrics = RouterMetrics()
+        self.drain = Drain()
+        self._threads = ThreadPoolExecutor(N_TEXT_THREADS, thread_name_prefix="text")
+
+    async def run(self, public: socket.socket, admin: socket.socket) -> None:
+        """Serve until drained."""
+        fleet = self._config.fleet
+        channels = ChannelPool(client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key))
+        serving = self._serving(channels)
+        for address in fleet.prefills:
+            serving.registry.add(Role.PREFILL, address)
+        for address in fleet.decodes:
+            serving.registry.add(Role.DECODE, address)
+        handlers = Admin(serving, channels, to_json(self._config), self.drain.begin)
+        servers = (
+            (_server(public_app(serving)), public),
+            (_server(admin_app(serving, handlers)), admin),
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain.begin)
+        log.info(
+            "router listens",
+            extra={
+                "address": _address(public),
+                "admin": _address(admin),
+                "model": self._folder.name,
+            },
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server, sock in servers:
+                    group.create_task(server.serve(sockets=[sock]))
+                await self._drained(serving.lifecycle)
+                for server, _ in servers:
+                    server.should_exit = True
+        finally:
+            await serving.registry.stop()
+            await channels.close()
+            self._threads.shutdown(wait=False)
+
+    async def _drained(self, lifecycle: Lifecycle) -> None:
+        """Wait until asked to leave, then leave."""
+        await self.drain.asked.wait()
+        async with asyncio.TaskGroup() as group:
+            hurry = group.create_task(self._hurry(lifecycle))
+            await lifecycle.drain()
+            hurry.cancel()
+
+    async def _hurry(self, lifecycle: Lifecycle) -> None:
+        await self.drain.asked_again.wait()
+        lifecycle.hurry()
+
+    def _serving(self, channels: ChannelPool) -> Serving:
+        config, metrics = self._config, self._metrics
+        rules = make_rules(
+            config.fleet.policy,
+            config.fleet.prefill_policy,
+            config.fleet.max_retries,
+            random.Random(time.time_ns()),
+        )
+        registry = Registry(channels, rules, self._folder.vocab_size)
+        admission = Admission(config.admission, registry)
+        registry.listen(admission.pump)
+        requests = RequestTable()
+        own_version, own_hash = version("k3-serving"), config_hash(config)
+        metrics.common.identify(own_version, own_hash, "")
+        return Serving(
+            settings=Settings(config.http, self._folder),
+            registry=registry,
+            admission=admission,
+            dispatcher=Dispatcher(registry, admission, channels, metrics, config.fleet.policy),
+            requests=requests,
+            lifecycle=Lifecycle(config.http, requests),
+            metrics=metrics,
+            reader=BodyReader(
+                config.http.max_body_bytes,
+                UnknownFields(metrics),
+                refuse_unknown=config.http.strict_params,
+            ),
+            threads=self._threads,
+            created=int(time.time()),
+            version=own_version,
+            config_hash=own_hash,
+        )
+
+
+class Drain:
+    """Asked once the router drains; asked again it ends what is left at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.asked_again = asyncio.Event()
+
+    def begin(self) -> None:
+        """What a signal does."""
+        (self.asked_again if self.asked.is_set() else self.asked).set()
+
+
+class _Server(uvicorn.Server):
+    """Signals are the router's own matter."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave the handlers alone."""
+        yield
+
+
+def _server(app: ASGIApp) -> uvicorn.Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+            server_header=False,
+            ws="none",
+        )
+    )
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+if __name__ == "__main__":
+    main()

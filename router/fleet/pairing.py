@@ -1,0 +1,225 @@
+"""Which decode instance serves a request, and which prefill instances may compute its prompt. Pure.
+
+Decode is chosen first, among those whose last snapshot has room for the request's worst case; then an ordered list of
+prefill candidates with the same cache layout and model. This is an estimate: nothing is reserved here, decode admits or
+refuses. Suspect instances come only when no other exists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """What pairing sees of one usable instance.
+
+    group_tokens: tokens a page holds over all ranks (page_tokens * cp). pages_free counts what can be handed out now,
+    less what was sent there and is not in a snapshot yet. slots: state slots on decode, bounded by rows.
+    """
+
+    instance_id: str
+    address: str
+    layout_fingerprint: str
+    model_digest: str
+    is_suspect: bool = False
+    group_tokens: int = 16
+    draft_tokens: int = 0
+    depth: int = 1
+    max_model_len: int = 0
+    max_rows: int = 1
+    pages_free: int = 0
+    pages_total: int = 0
+    slots_free: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks of an instance: tokens of its prompt, output tokens at most, samples."""
+
+    prompt_len: int
+    max_tokens: int
+    n_samples: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The choice: decode, and prefill candidates in order of preference."""
+
+    decode: InstanceView
+    prefills: tuple[InstanceView, ...]
+
+
+class NoPair(Enum):
+    """Why there is no pair."""
+
+    NO_DECODE = "no_decode_available"
+    NO_PREFILL = "no_prefill_available"
+    FULL = "capacity_exceeded"
+    NEVER_FITS = "context_length_exceeded"
+
+
+class Policy(Protocol):
+    """Orders instances, best first."""
+
+    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
+        """The same instances, best first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairingRules:
+    """How one router pairs: a policy per role and the number of prefill candidates."""
+
+    decode: Policy
+    prefill: Policy
+    n_candidates: int
+
+
+def worst_tokens(need: Need, draft_tokens: int, depth: int) -> int:
+    """Tokens decode reserves for one sample: prompt, output and the slack of steps in flight."""
+    if need.max_tokens <= 1:
+        return need.prompt_len
+    return need.prompt_len + need.max_tokens - 2 + depth * (draft_tokens + 1)
+
+
+def pages_needed(need: Need, view: InstanceView) -> int:
+    """Pages one sample holds at most on a decode instance."""
+    return -(-worst_tokens(need, view.draft_tokens, view.depth) // view.group_tokens)
+
+
+def can_ever_decode(need: Need, view: InstanceView) -> bool:
+    """Whether an idle instance could take the request."""
+    fits_context = need.prompt_len + need.max_tokens <= view.max_model_len
+    return fits_context and pages_needed(need, view) <= view.pages_total
+
+
+def can_decode_now(need: Need, view: InstanceView) -> bool:
+    """Whether the last snapshot has room for as many samples at once as the instance could ever hold."""
+    pages = max(pages_needed(need, view), 1)
+    n_samples = max(min(need.n_samples, view.pages_total // pages, view.max_rows), 1)
+    return view.pages_free >= n_samples * pages and view.slots_free >= n_samples
+
+
+def can_prefill(need: Need, view: InstanceView) -> bool:
+    """Whether the prompt fits into the instance at all."""
+    return need.prompt_len <= min(view.pages_total * view.group_tokens, view.max_model_len)
+
+
+def capacity_tokens(view: InstanceView) -> int:
+    """Longest prompt + output an idle decode instance holds."""
+    slack = view.depth * (view.draft_tokens + 1) - 2
+    return view.pages_total * view.group_tokens - max(slack, 0)
+
+
+def choose(
+    need: Need,
+    prefills: Collection[InstanceView],
+    decodes: Collection[InstanceView],
+    rules: PairingRules,
+    is_compatible: Callable[[InstanceView, InstanceView], bool],
+) -> Pair | NoPair:
+    """A pair, or why not. `is_compatible(decode, prefill)` says whether the two can transfer."""
+    if not decodes:
+        return NoPair.NO_DECODE
+    able = [view for view in decodes if can_ever_decode(need, view)]
+    if not able:
+        return NoPair.NEVER_FITS
+    if not prefills:
+        return NoPair.NO_PREFILL
+    candidates = [view for view in prefills if can_prefill(need, view)]
+    if not candidates:
+        return NoPair.NEVER_FITS
+    paired = [view for view in able if any(is_compatible(view, other) for other in candidates)]
+    if not paired:
+        return NoPair.NO_PREFILL
+    roomy = [view for view in paired if can_decode_now(need, view)]
+    if not roomy:
+        return NoPair.FULL
+    decode = trusted_first(rules.decode, roomy)[0]
+    fitting = [view for view in candidates if is_compatible(decode, view)]
+    return Pair(decode, tuple(trusted_first(rules.prefill, fitting)[: rules.n_candidates]))
+
+
+def trusted_first(policy: Policy, views: Iterable[InstanceView]) -> list[InstanceView]:
+    """Order by policy, suspects after all others."""
+    views = list(views)
+    trusted = [view for view in views if not view.is_suspect]
+    suspect = [view for view in views if view.is_suspect]
+    return [
+        *(policy.order(trusted) if trusted else ()),
+        *(policy.order(suspect) if suspect else ()),
+    ]
+
+
+def same_layout(decode: InstanceView, prefill: InstanceView) -> bool:
+    """Whether cache layout and weights of the two are the same."""
+    return (
+        decode.layout_fingerprint == prefill.layout_fingerprint
+        and decode.model_digest == prefill.model_digest
+    )
+
+
+MANY_INSTANCES = 8  # above this, least load compares two random ones, so that routers do not herd
+
+
+class LeastLoadedDecode:
+    """Share of pages used plus share of rows used; two random choices when there are many."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
+        """Least loaded first."""
+        if len(views) > MANY_INSTANCES:
+            best = sorted(self._rng.sample(list(views), 2), key=self._score)[0]
+            return [best, *(view for view in views if view is not best)]
+        return sorted(views, key=self._score)
+
+    @staticmethod
+    def _score(view: InstanceView) -> tuple[float, int, str]:
+        used = (view.pages_total - view.pages_free) / max(view.pages_total, 1)
+        rows = max(view.running, view.in_flight) / max(view.max_rows, 1)
+        return used + rows, view.in_flight, view.instance_id
+
+
+class LeastLoadedPrefill:
+    """Fewest prompt tokens waiting, then fewest requests of this router."""
+
+    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
+        """Least loaded first."""
+        return sorted(
+            views, key=lambda view: (view.waiting_tokens, view.in_flight, view.instance_id)
+        )
+
+
+class RoundRobin:
+    """Each in turn, in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
+        """The one after the last chosen first."""
+        by_id = sorted(views, key=lambda view: view.instance_id)
+        start = next((i for i, view in enumerate(by_id) if view.instance_id > self._last), 0)
+        order = by_id[start:] + by_id[:start]
+        self._last = order[0].instance_id
+        return order
+
+
+def make_rules(
+    decode_policy: str, prefill_policy: str, max_retries: int, rng: random.Random
+) -> PairingRules:
+    """Rules from the names of the configuration, which has checked them."""
+    decode = RoundRobin() if decode_policy == "round_robin" else LeastLoadedDecode(rng)
+    prefill = RoundRobin() if prefill_policy == "round_robin" else LeastLoadedPrefill()
+    return PairingRules(decode, prefill, 1 + max_retries)

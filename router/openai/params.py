@@ -1,0 +1,465 @@
+"""From a checked body to a `Job`: defaults filled in, combinations judged, prompt rendered and tokenized.
+
+Everything a client can get wrong beyond types is refused here, before admission. What the system does not serve yet is
+refused when it is not at its neutral value, never ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from k3.config.tree import HttpConfig
+from k3.errors import RequestRejected
+from k3.types import NO_BIAS, LogprobParams, SamplingParams
+from router.openai.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    TokenizeRequest,
+)
+from router.text.folder import ModelFolder
+from router.text.reasoning import Channel
+from router.text.stop import StopAutomaton
+from router.text.template import ChatOptions, Prompt
+
+TEXT_DEFAULT_MAX_TOKENS = 16
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Longest prompt + output, and longest output per prompt length that some instance can hold."""
+
+    max_model_len: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request for generation, ready to run. Prompts and max_tokens go together.
+
+    start: the channel generation begins in (chat), None without channels. timeout_s: this request's deadline.
+    """
+
+    model: str
+    is_chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    n: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    automaton: StopAutomaton | None
+    include_stop: bool
+    logprobs: LogprobParams
+    salt: bytes
+    start: Channel | None
+    skip_special_tokens: bool
+    return_token_ids: bool
+    is_stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    timeout_s: float
+
+    @property
+    def n_choices(self) -> int:
+        """Choices of the answer: prompts times samples."""
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What does not change between requests."""
+
+    http: HttpConfig
+    folder: ModelFolder
+
+
+def chat_job(body: ChatRequest, settings: Settings, limits: Limits, timeout_s: float) -> Job:
+    """Job of a chat request. Raises RequestRejected. Renders and tokenizes: may take long for long prompts."""
+    _refuse_chat_extras(body)
+    prompt = render_chat(
+        body.messages,
+        settings.folder,
+        effort=body.reasoning_effort,
+        kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    if body.top_logprobs and not body.logprobs:
+        raise RequestRejected(
+            f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs"
+        )
+    asked, name = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, name = body.max_tokens, "max_tokens"
+    elif body.max_tokens not in (None, asked):
+        raise RequestRejected(
+            f"max_tokens={body.max_tokens} and max_completion_tokens={asked} differ; give one of them",
+            param="max_tokens",
+        )
+    return _job(
+        body,
+        settings,
+        limits,
+        prompts=[settings.folder.tokenizer.encode_segments(prompt.segments)],
+        asked=asked,
+        asked_name=name,
+        default=settings.http.default_max_tokens or None,
+        logprobs=LogprobParams(bool(body.logprobs), body.top_logprobs or 0),
+        start=prompt.start,
+        is_chat=True,
+        timeout_s=timeout_s,
+    )
+
+
+def completion_job(
+    body: CompletionRequest, settings: Settings, limits: Limits, timeout_s: float
+) -> Job:
+    """Job of a text request. Raises RequestRejected."""
+    _refuse_text_extras(body)
+    return _job(
+        body,
+        settings,
+        limits,
+        prompts=_text_prompts(body.prompt, settings.folder),
+        asked=body.max_tokens,
+        asked_name="max_tokens",
+        default=TEXT_DEFAULT_MAX_TOKENS,
+        logprobs=LogprobParams(body.logprobs is not None, body.logprobs or 0),
+        start=None,
+        is_chat=False,
+        timeout_s=timeout_s,
+    )
+
+
+def render_chat(
+    messages: Sequence[ChatMessage],
+    folder: ModelFolder,
+    *,
+    effort: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Prompt:
+    """Segments of a conversation. Raises RequestRejected."""
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    if continue_final_message:
+        if add_generation_prompt:
+            raise RequestRejected(
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
+            )
+        if messages[-1].role != "assistant" or messages[-1].tool_calls:
+            raise RequestRejected(
+                "continue_final_message needs an assistant message without tool_calls at the end",
+                param="continue_final_message",
+            )
+    thinking, effort = _thinking(effort, kwargs or {}, folder)
+    options = ChatOptions(
+        tools=tools,
+        thinking=thinking,
+        thinking_effort=effort,
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=continue_final_message,
+    )
+    return folder.template.render([m.model_dump(exclude_none=True) for m in messages], options)
+
+
+def timeout_s(body_ms: int | None, header: str | None, limit_s: float) -> float:
+    """The deadline of a request: header and body lower the server's limit, never raise it."""
+    limits = [limit_s]
+    if body_ms is not None:
+        limits.append(body_ms / 1000)
+    if header is not None:
+        if not header.isascii() or not header.isdigit() or not 0 < int(header) < 1 << 31:
+            raise RequestRejected(
+                f"X-Request-Timeout-Ms: {header[:40]!r} is not a positive number of milliseconds",
+                param="X-Request-Timeout-Ms",
+            )
+        limits.append(int(header) / 1000)
+    return min(limits)
+
+
+def _job(
+    body: GenerationBody,
+    settings: Settings,
+    limits: Limits,
+    *,
+    prompts: Sequence[Sequence[int]],
+    asked: int | None,
+    asked_name: str,
+    default: int | None,
+    logprobs: LogprobParams,
+    start: Channel | None,
+    is_chat: bool,
+    timeout_s: float,
+) -> Job:
+    _refuse_extras(body)
+    folder = settings.folder
+    max_tokens = tuple(
+        output_limit(len(prompt), asked, default, limits, asked_name) for prompt in prompts
+    )
+    min_tokens = body.min_tokens or 0
+    if min_tokens > min(max_tokens):
+        raise RequestRejected(
+            f"min_tokens={min_tokens} exceeds the output limit of {min(max_tokens)} tokens",
+            param="min_tokens",
+        )
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise RequestRejected("stream_options needs stream=true", param="stream_options")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    stop_ids = tuple(body.stop_token_ids or ())
+    _check_ids(stop_ids, folder.vocab_size, "stop_token_ids")
+    return Job(
+        model=body.model or folder.name,
+        is_chat=is_chat,
+        prompts=tuple(tuple(prompt) for prompt in prompts),
+        max_tokens=max_tokens,
+        n=body.n or 1,
+        sampling=_sampling(body, folder, min_tokens),
+        eos_token_ids=folder.eos_token_ids,
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(body.ignore_eos),
+        automaton=StopAutomaton(stops) if stops else None,
+        include_stop=bool(body.include_stop_str_in_output),
+        logprobs=logprobs,
+        salt=_salt(body.cache_salt),
+        start=start,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        is_stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        timeout_s=timeout_s,
+    )
+
+
+def _sampling(body: GenerationBody, folder: ModelFolder, min_tokens: int) -> SamplingParams:
+    top_k = body.top_k or 0
+    return SamplingParams(
+        temperature=folder.default_temperature if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(top_k, 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_bias(body.logit_bias, folder.vocab_size),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        min_tokens=min_tokens,
+    )
+
+
+def output_limit(
+    prompt_len: int, asked: int | None, default: int | None, limits: Limits, asked_name: str
+) -> int:
+    """Output tokens at most. Raises RequestRejected (context_length_exceeded)."""
+    room = limits.max_model_len - prompt_len
+    if room < 1 or (asked is not None and asked > room):
+        wanted = f" and asks for {asked} output tokens" if asked is not None else ""
+        raise RequestRejected(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, the request has "
+            f"{prompt_len} prompt tokens{wanted}. Shorten the prompt or lower {asked_name}.",
+            code="context_length_exceeded",
+            param=asked_name
+            if room >= 1
+            else "messages"
+            if asked_name != "max_tokens"
+            else "prompt",
+        )
+    if asked is not None:
+        return asked
+    capacity = max(limits.capacity_tokens - prompt_len, 1)
+    return min(room, capacity, default or room)
+
+
+def _text_prompts(
+    prompt: str | list[str] | list[int] | list[list[int]], folder: ModelFolder
+) -> list[list[int]]:
+    """Ids of every prompt. Special tokens written out in a text prompt are special tokens: it has no roles to guard."""
+    if isinstance(prompt, str):
+        return [encode_prompt(prompt, folder)]
+    prompts: list[list[int]] = []
+    if isinstance(prompt[0], int):
+        prompts.append([token for token in prompt if isinstance(token, int)])
+    else:
+        for item in prompt:
+            prompts.append(
+                encode_prompt(item, folder) if isinstance(item, str) else list(item)  # type: ignore[arg-type]
+            )
+    for ids in prompts:
+        _check_ids(ids, folder.vocab_size, "prompt")
+        forbidden = folder.chat_format.media_ids.intersection(ids)
+        if forbidden:
+            raise RequestRejected(
+                f"prompt holds media tokens {sorted(forbidden)}: this server is text only",
+                param="prompt",
+            )
+    return prompts
+
+
+def encode_prompt(text: str, folder: ModelFolder) -> list[int]:
+    """Ids of a text prompt; an empty one is the BOS token."""
+    return folder.tokenizer.encode(text, allow_special=True) or [folder.chat_format.control.bos]
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestRejected(
+            f"{param}: token id {wrong} is outside 0..{vocab_size - 1}", param=param
+        )
+
+
+def _bias(bias: Mapping[str, float] | None, vocab_size: int) -> Mapping[int, float]:
+    if not bias:
+        return NO_BIAS
+    result: dict[int, float] = {}
+    for key, value in bias.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= vocab_size:
+            raise RequestRejected(
+                f"logit_bias: key {key[:40]!r} is not a token id 0..{vocab_size - 1}",
+                param="logit_bias",
+            )
+        result[int(key)] = value
+    return result
+
+
+def _salt(cache_salt: str | None) -> bytes:
+    """Namespace of the prefix cache: of nobody in particular as long as there are no principals."""
+    return hashlib.sha256(b"anonymous\0" + cache_salt.encode()).digest() if cache_salt else b""
+
+
+def _thinking(
+    effort: str | None, kwargs: Mapping[str, Any], folder: ModelFolder
+) -> tuple[bool, str | None]:
+    """Whether the model thinks, and with which of its efforts."""
+    unknown = kwargs.keys() - {"thinking"}
+    if unknown:
+        raise RequestRejected(
+            f"chat_template_kwargs: unknown keys {sorted(unknown)}; this model's template knows 'thinking'",
+            code="unsupported_parameter",
+            param="chat_template_kwargs",
+        )
+    thinking = kwargs.get("thinking", True)
+    if not isinstance(thinking, bool):
+        raise RequestRejected(
+            f"chat_template_kwargs.thinking={thinking!r}: must be true or false",
+            code="invalid_type",
+            param="chat_template_kwargs.thinking",
+        )
+    if effort is None:
+        return thinking, folder.chat_format.default_effort if thinking else None
+    if effort == "none":
+        return False, None
+    known = folder.chat_format.effort(effort)
+    if known is None:
+        choices = ", ".join(
+            ("none", *folder.chat_format.effort_aliases, *folder.chat_format.efforts)
+        )
+        raise RequestRejected(
+            f"reasoning_effort={effort[:40]!r}: must be one of {choices}", param="reasoning_effort"
+        )
+    return thinking, known
+
+
+def _check_message(message: ChatMessage, path: str) -> None:
+    if message.tools is not None:
+        raise unsupported(f"{path}.tools", "tools are not served yet")
+    if isinstance(message.content, list):
+        for index, part in enumerate(message.content):
+            at = f"{path}.content[{index}]"
+            if part.type != "text":
+                raise unsupported(
+                    f"{at}.type", f"part type {part.type[:40]!r}: this server is text only"
+                )
+            if part.text is None:
+                raise RequestRejected(
+                    f"{at}.text is required", code="missing_required_parameter", param=f"{at}.text"
+                )
+    if message.content is None and message.role != "assistant":
+        raise RequestRejected(
+            f"{path}.content is required for role {message.role}",
+            code="missing_required_parameter",
+            param=f"{path}.content",
+        )
+    if message.role != "assistant" and message.tool_calls:
+        raise RequestRejected(
+            f"{path}.tool_calls: only assistant messages have tool calls",
+            param=f"{path}.tool_calls",
+        )
+
+
+def unsupported(param: str, why: str) -> RequestRejected:
+    """A field this server knows and does not serve."""
+    return RequestRejected(f"{param}: {why}", code="unsupported_parameter", param=param)
+
+
+def _refuse_extras(body: GenerationBody) -> None:
+    """Fields of both endpoints that must be at their neutral value."""
+    neutral: Mapping[str, tuple[Any, ...]] = {
+        "prompt_logprobs": (None,),
+        "structured_outputs": (None,),
+        "store": (None, False),
+        "return_spec_stats": (None, False),
+        "priority": (None, 0),
+        "service_tier": (None, "auto", "default"),
+    }
+    _refuse(body, neutral)
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise unsupported("response_format", "only {'type': 'text'} is served yet")
+
+
+def _refuse_chat_extras(body: ChatRequest) -> None:
+    neutral: Mapping[str, tuple[Any, ...]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "audio": (None,),
+        "modalities": (None, ["text"]),
+        "prediction": (None,),
+        "web_search_options": (None,),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+    }
+    _refuse(body, neutral)
+
+
+def _refuse_text_extras(body: CompletionRequest) -> None:
+    _refuse(body, {"echo": (None, False), "suffix": (None, ""), "best_of": (None, body.n or 1)})
+
+
+def _refuse(body: GenerationBody, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    given = {name: value for name, value in body if name in neutral}
+    for name, value in given.items():
+        if value not in neutral[name]:
+            raise unsupported(name, "not served yet; leave it out")
+
+
+def tokenize_ids(body: TokenizeRequest, folder: ModelFolder) -> list[int]:
+    """Ids for POST /tokenize. Raises RequestRejected."""
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestRejected("give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        if body.prompt == "" and body.add_special_tokens is False:
+            return []
+        return encode_prompt(body.prompt, folder)
+    prompt = render_chat(
+        body.messages or [],
+        folder,
+        effort=body.reasoning_effort,
+        kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        tools=body.tools or (),
+    )
+    return folder.tokenizer.encode_segments(prompt.segments)
