@@ -24,26 +24,20 @@ def main() -> None:
     g = -5 * torch.sigmoid(torch.randn(n, heads, dim, device=device) * 2 - 3)
     beta = torch.sigmoid(torch.randn(n, heads, device=device))
     results: list[list[Tensor]] = []
+    queries = [torch.randn(n, heads, 48, device=device) for _ in range(3)]
     for kernels, dtype in ((ReferenceKernels(), torch.float32), (CudaKernels(), torch.bfloat16)):
         began = time.monotonic()
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)] + [
-            x.clone().requires_grad_() for x in (g, beta)
-        ]
-        out, state = kernels.kda(*inputs, layout)
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        inputs += [x.clone().requires_grad_() for x in (g, beta)]
+        out, state = kernels.kda(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], layout)
         out.float().square().sum().backward()
-        qa, ka, va = (
-            torch.randn(
-                n, heads, 48, device=device, generator=torch.Generator(device).manual_seed(i)
-            )
-            for i in range(3)
-        )
-        heads_in = [
-            x.to(dtype if dtype == torch.bfloat16 else torch.float32).requires_grad_()
-            for x in (qa, ka, va)
-        ]
-        mixed = kernels.attention(*heads_in, layout)
+        attended = [x.to(dtype, copy=True).requires_grad_() for x in queries]
+        mixed = kernels.attention(attended[0], attended[1], attended[2], layout)
         mixed.float().square().sum().backward()
-        results.append([out, state, *(x.grad for x in inputs), mixed, *(x.grad for x in heads_in)])
+        grads = [x.grad for x in inputs], [x.grad for x in attended]
+        results.append(
+            [x.detach() for x in (out, state, *grads[0], mixed, *grads[1]) if x is not None]
+        )
         torch.cuda.synchronize()  # noqa: TID251
         print(f"{type(kernels).__name__}: {time.monotonic() - began:.1f} s")
     names = ["kda", "state", "dq", "dk", "dv", "dg", "dbeta", "attention", "aq", "ak", "av"]

@@ -5,6 +5,7 @@ KDA and torch's variable-length flash attention). Both see one flat stream `[N, 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -86,7 +87,7 @@ class ReferenceKernels:
             F.scaled_dot_product_attention(
                 *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True
             )[0].transpose(0, 1)
-            for a, b in zip(bounds, bounds[1:], strict=False)
+            for a, b in pairwise(bounds)
         ]
         return torch.cat(outs)
 
@@ -130,12 +131,16 @@ def pin_kernel_configs(n_warps: int = 4) -> None:
 
     Timing at start costs minutes and makes two runs differ; four warps were measured best for 32-wide heads.
     """
-    import gc
+    import sys
 
-    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.autotuner import Autotuner, Heuristics
 
-    for tuner in [o for o in gc.get_objects() if isinstance(o, Autotuner)]:
-        if not tuner.fn.__module__.startswith("fla."):
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    found = [x for module in modules for x in vars(module).values()]
+    for tuner in found:
+        while isinstance(tuner, Heuristics):
+            tuner = tuner.fn
+        if not isinstance(tuner, Autotuner):
             continue
         fits = [c for c in tuner.configs if c.num_warps == n_warps] or tuner.configs
         tuner.configs = [min(fits, key=lambda c: c.num_stages)]

@@ -112,7 +112,7 @@ class TargetRecipe:
     """Schedule of the target. Rates are the peaks; `flat` is the share of steps before the linear decay."""
 
     n_tokens: int = 131_072
-    n_steps: int = 1_900
+    n_steps: int = 1_800
     warmup: int = 60
     flat: float = 0.5
     final: float = 0.02

@@ -15,6 +15,7 @@ import torch
 from training import tokenizer
 from training.data.corpus import texts
 from training.evaluate import Model, evaluate
+from training.export import to_hf, write_shards
 from training.plot import plot_losses
 from training.recipe import Recipe, smoke
 from training.train_target import TargetRun
@@ -42,6 +43,7 @@ class Run:
         run = TargetRun(self.recipe.target, self.folder / "checkpoints", self.device)
         run.run(self.tokenizer, until)
         run.export(self.model)
+        write_shards(to_hf(run.values(), quantize=False), self.folder / "bf16")
         plot_losses(run.log, ("loss", "answer"), self.folder / "target-loss.png")
 
     def evaluate(self) -> None:

@@ -1,7 +1,7 @@
 """The small BPE of k3-mini: K3's split pattern and file format, 3,840 ranks, no rank with two digits.
 
-Digits are split one by one while the ranks are learned, so `\\p{N}{1,3}` of the pattern still encodes every number digit
-by digit. Layout of the 256 specials is K3's in small. `train` learns ranks, `write_*` store them, `load` gives an encoder.
+Digits are split one by one while the ranks are learned, so `\\p{N}{1,3}` of the pattern still encodes every
+number digit by digit. Layout of the 256 specials is K3's in small. `train` learns ranks, `write_*` store them, `load` gives an encoder.
 """
 
 import base64
@@ -9,6 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import regex
@@ -109,7 +110,7 @@ def train(texts: Iterable[str], n_ranks: int = N_RANKS) -> list[bytes]:
     pairs: Counter[tuple[bytes, bytes]] = Counter()
     where: defaultdict[tuple[bytes, bytes], set[int]] = defaultdict(set)
     for at, (parts, n) in enumerate(words):
-        for pair in zip(parts, parts[1:], strict=False):
+        for pair in pairwise(parts):
             pairs[pair] += n
             where[pair].add(at)
     ranks = [bytes([b]) for b in range(256)]
@@ -126,10 +127,10 @@ def train(texts: Iterable[str], n_ranks: int = N_RANKS) -> list[bytes]:
             known.add(merged)
         for at in sorted(where.pop(best)):
             parts, n = words[at]
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in pairwise(parts):
                 pairs[pair] -= n
             _merge(parts, best, merged)
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in pairwise(parts):
                 pairs[pair] += n
                 where[pair].add(at)
         del pairs[best]
@@ -238,10 +239,7 @@ def _split(token: bytes, order: dict[bytes, int], rank: int) -> tuple[bytes, byt
     """The two parts whose merge made `token`: byte-pair encode it with lower ranks only."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        candidates = [
-            (order.get(a + b, rank), i)
-            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
-        ]
+        candidates = [(order.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts))]
         best, at = min(candidates)
         if best >= rank:
             raise ValueError(f"rank {rank} ({token!r}) is not a merge of two earlier ranks")

@@ -129,8 +129,11 @@ class TargetRun:
         self.step, self.log = saved["step"], saved["log"]
         print(f"target: resumed at step {self.step}", flush=True)
 
+    def values(self) -> dict[str, Tensor]:
+        """fp32 values by name."""
+        return {name: value.float() for name, value in self.optimizer.masters().items()}
+
     def export(self, out: Path) -> None:
         """Write the model folder's weights and config."""
-        tensors = to_hf({name: value.float() for name, value in self.optimizer.masters().items()})
-        write_shards(tensors, out)
+        write_shards(to_hf(self.values()), out)
         (out / "config.json").write_text(json.dumps(model_config(), indent=1) + "\n")

@@ -33,7 +33,7 @@ class Mixture:
 
     arithmetic: float = 0.56
     recall: float = 0.20
-    late_recall: float = 0.34
+    late_recall: float = 0.30
     copy: float = 0.06
     lists: float = 0.07
     tools: float = 0.04

@@ -46,17 +46,17 @@ def value(rng: random.Random) -> str:
 
 def facts(n: int, passkey: bool, rng: random.Random) -> list[Fact]:
     """`n` facts about different keys."""
-    keys: set[str] = set()
+    keys: dict[str, None] = {}
     while len(keys) < n:
         kind = rng.random()
         if kind < 0.6:
-            keys.add(f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}")
+            keys[f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"] = None
         elif kind < 0.8:
-            keys.add(rng.choice(NAMES))
+            keys[rng.choice(NAMES)] = None
         else:
-            keys.add(f"unit {rng.randint(10, 99)}")
+            keys[f"unit {rng.randint(10, 99)}"] = None
     found: list[Fact] = []
-    for key in sorted(keys, key=lambda _: rng.random()):
+    for key in keys:
         scene = {"key": key, "value": value(rng), "thing": rng.choice(THINGS)}
         name = "passkey" if passkey else ""
         sentence = GRAMMAR.draw("passkey_fact" if passkey else "fact", scene, rng)

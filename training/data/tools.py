@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905
 """Tool-call tasks: one to three declared tools, a request, the one right call."""
 
 import random
