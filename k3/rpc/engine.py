@@ -35,7 +35,7 @@ STOP_GRACE_S = 1.0  # for answers that are already on their way
 END_S = 10.0  # for the driver to return after stop
 INSTANCE_SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"].full_name
 
-__all__ = ["Engine", "serve"]
+__all__ = ["Engine", "run", "serve"]
 
 
 async def serve(
@@ -57,6 +57,16 @@ async def serve(
         return await frame.run(add_services)
     except K3Error as error:
         log.error("cannot go on", extra={"code": error.code, "error": str(error)})
+        return exit_code(error)
+
+
+def run(config: EngineConfig, work: Coroutine[Any, Any, int]) -> int:
+    """What a `main` does with its coroutine: run it, and turn our own errors into exit codes."""
+    try:
+        return asyncio.run(work)
+    except K3Error as error:
+        logs.setup(config.telemetry.log_format, config.telemetry.log_level, config.role)
+        log.error("cannot start", extra={"code": error.code, "error": str(error)})
         return exit_code(error)
 
 
