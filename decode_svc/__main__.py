@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from k3.config.tree import EngineConfig
 from k3.model.digest import model_digest
 from k3.rank.supervise import RankGroup
 from k3.rpc.client import ChannelPool, client_tls
-from k3.rpc.engine import serve
+from k3.rpc.engine import run, serve
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import decode_pb2_grpc, plan_pb2
 
@@ -24,7 +23,7 @@ from k3.v1 import decode_pb2_grpc, plan_pb2
 def main() -> None:
     """Entry point. Exit codes: 0 ok, 2 configuration, 3 model load, 4 port in use, 1 other."""
     config = load.engine_config("decode", sys.argv[1:])
-    sys.exit(asyncio.run(_serve(config)))
+    sys.exit(run(config, _serve(config)))
 
 
 async def _serve(config: EngineConfig) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
 import grpc.aio
-from k3.model.digest import model_digest
 
 from k3.config import load
 from k3.config.tree import EngineConfig
+from k3.model.digest import model_digest
 from k3.rank.supervise import RankGroup
-from k3.rpc.engine import serve
+from k3.rpc.engine import run, serve
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import plan_pb2, prefill_pb2_grpc
 from prefill_svc.deployment import Deployment
@@ -23,7 +22,7 @@ from prefill_svc.service import SERVICE_NAME, PrefillServicer
 def main() -> None:
     """Entry point. Exit codes: 0 ok, 2 configuration, 3 model load, 4 port in use, 1 other."""
     config = load.engine_config("prefill", sys.argv[1:])
-    sys.exit(asyncio.run(_serve(config)))
+    sys.exit(run(config, _serve(config)))
 
 
 async def _serve(config: EngineConfig) -> int:
