@@ -107,6 +107,8 @@ class Router:
         self._config = config
         self._folder = folder
         self._metrics = RouterMetrics()
+        if config.telemetry.metrics_compat == "vllm":
+            self._metrics.show_aliases(folder.name)
         self.drain = Drain()
         self._threads = ThreadPoolExecutor(N_TEXT_THREADS, thread_name_prefix="text")
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
+from k3.telemetry.declare import encode
 from router.fleet.circuit import CircuitState
 from router.fleet.instance import Role
 from router.openai.models import json_response
@@ -94,8 +94,8 @@ async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics by `Accept`."""
     serving: Serving = request.app.state.serving
     _show(serving)
-    encoder, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encoder(serving.metrics.registry), headers={"content-type": content_type})
+    body, content_type = encode(serving.metrics.registry, request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})
 
 
 def _show(serving: Serving) -> None:

@@ -22,6 +22,7 @@ from k3.errors import (
     GroupFailed,
     K3Error,
     QueueFull,
+    RequestAborted,
     Unavailable,
 )
 from k3.rpc.client import ChannelPool, call_metadata
@@ -52,6 +53,12 @@ from router.fleet.registry import Registry
 
 log = logging.getLogger("k3.router.attempt")
 MAX_CALLS = 2
+POISON = "poison_request"
+# Reasons of a failed candidate that speak against the instance, and those that speak against the pair.
+INSTANCE_FAULTS = frozenset(
+    {"unavailable", "instance_failed", "transfer_stalled", "transfer_failed", "deadline"}
+)
+PAIR_FAULTS = frozenset({"layout_mismatch", "not_allowed"})
 
 
 @dataclass(slots=True)
@@ -66,6 +73,7 @@ class Trace:
     n_calls: int = 0
     n_deaths: int = 0
     failed_candidates: list[str] = field(default_factory=list[str])
+    failed_reasons: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +139,10 @@ class Dispatcher:
 
         Raises K3Error. Close the iterator to cancel the call.
         """
-        excluded: frozenset[str] = frozenset()
+        failure: K3Error | None = None
         while True:
             started = time.monotonic()
-            placement = await self._place(sample, excluded, at if not excluded else None)
+            placement = await self._place(sample, trace, at, failure)
             trace.queue_s += placement.queue_s
             trace.pair_s += max(time.monotonic() - started - placement.queue_s, 0.0)
             trace.n_calls += 1
@@ -149,17 +157,28 @@ class Dispatcher:
                         yield event
                 return
             except K3Error as error:
-                if call.is_committed or not error.retryable or trace.n_calls >= MAX_CALLS:
-                    raise _final(error, trace) from error
-                excluded |= {trace.decode_id}
+                if call.is_committed or not may_retry(error, trace):
+                    raise final(error, trace) from error
+                failure = error
                 self._metrics.retries.labels("decode", error.code).inc()
             finally:
                 self._admission.release(placement)
 
-    async def _place(self, sample: Sample, excluded: frozenset[str], at: Pair | None) -> Placement:
-        if at is not None:
+    async def _place(
+        self, sample: Sample, trace: Trace, at: Pair | None, failure: K3Error | None
+    ) -> Placement:
+        """A pair: the given one, then another than the failed one; after a full queue the same one again."""
+        if at is not None and failure is None:
             return self._admission.join(at, sample.need)
-        placement = await self._admission.place(sample.need, excluded)
+        excluded = frozenset({trace.decode_id}) if failure else frozenset[str]()
+        try:
+            placement = await self._admission.place(sample.need, excluded)
+        except Unavailable as error:
+            if failure is None:
+                raise
+            if not isinstance(failure, QueueFull):
+                raise final(failure, trace) from error
+            placement = await self._admission.place(sample.need)
         self._metrics.queue_s.observe(placement.queue_s)
         self._metrics.pair_selections.labels(self._policy).inc()
         return placement
@@ -242,7 +261,8 @@ class _Call:
         )
 
     def _candidate_failed(self, failed: decode_pb2.CandidateFailed) -> None:
-        self._trace.failed_candidates.append(f"{failed.instance_id}: {failed.reason}")
+        self._trace.failed_candidates.append(failed.instance_id)
+        self._trace.failed_reasons.append(failed.reason)
         log.warning(
             "prefill candidate failed",
             extra={
@@ -252,9 +272,9 @@ class _Call:
                 "detail": failed.message,
             },
         )
-        if failed.reason == "layout_mismatch":
+        if failed.reason in PAIR_FAULTS:
             self._registry.mismatched(self._decode.instance_id, failed.instance_id, failed.message)
-        elif failed.reason != "resource_exhausted":
+        elif failed.reason in INSTANCE_FAULTS:
             self._registry.failed(failed.instance_id, failed.reason)
 
     def _judge(self, rpc_error: grpc.aio.AioRpcError) -> K3Error:
@@ -262,14 +282,21 @@ class _Call:
         error = from_rpc_error(rpc_error)
         names = {str(name) for name, _ in rpc_error.trailing_metadata() or ()}
         is_transport = ERROR_CODE not in names
-        if isinstance(error, Unavailable) and is_transport:
+        if isinstance(error, Unavailable | RequestAborted) and is_transport:
             # Nobody at decode said so: the connection or the process is gone.
             if self._is_admitted:
                 self._trace.n_deaths += 1
-            error = GroupFailed(f"decode {self._decode.instance_id} was lost: {error}")
-        if isinstance(error, GroupFailed) or (
-            is_transport and not isinstance(error, DeadlineExceeded)
-        ):
+            log.warning(
+                "decode instance lost with a request on board",
+                extra={
+                    "request_id": self._sample.request_id,
+                    "instance_id": self._decode.instance_id,
+                    "detail": str(error),
+                },
+            )
+            error = GroupFailed(f"decode instance {self._decode.instance_id} was lost")
+        is_lost = isinstance(error, GroupFailed) and error.code != POISON
+        if is_lost or (is_transport and not isinstance(error, DeadlineExceeded)):
             self._verdict(lambda name: self._registry.failed(name, error.code))
         return error
 
@@ -279,16 +306,36 @@ class _Call:
             tell(self._decode.instance_id)
 
 
-def _final(error: K3Error, trace: Trace) -> K3Error:
+def may_retry(error: K3Error, trace: Trace) -> bool:
+    """Whether another pair may be tried for a request that has not answered yet."""
+    if trace.n_calls >= MAX_CALLS or trace.n_deaths >= MAX_CALLS or error.code == POISON:
+        return False
+    return error.retryable and not _is_exhausted(error, trace)
+
+
+def final(error: K3Error, trace: Trace) -> K3Error:
     """The error a caller sees when there is no further try."""
     if trace.n_deaths >= MAX_CALLS:
         return GroupFailed(
             f"{trace.n_deaths} instances died while serving this request; it is not tried again",
-            code="poison_request",
+            code=POISON,
         )
     if isinstance(error, QueueFull):
         return QueueFull(str(error), code="capacity_exceeded", retry_after_s=error.retry_after_s)
+    if _is_exhausted(error, trace):
+        reasons = ", ".join(trace.failed_reasons)
+        is_transfer = trace.failed_reasons[-1].startswith("transfer")
+        return GroupFailed(
+            f"every prefill candidate failed ({reasons})",
+            code="transfer_failed" if is_transfer else "instance_failed",
+        )
     return error
+
+
+def _is_exhausted(error: K3Error, trace: Trace) -> bool:
+    """Whether decode ran out of prefill candidates: not decode's fault, and no other decode has better ones."""
+    is_own_failure = isinstance(error, GroupFailed | QueueFull)
+    return isinstance(error, Unavailable) and not is_own_failure and bool(trace.failed_reasons)
 
 
 def _request(sample: Sample, pair: Pair, n_call: int) -> decode_pb2.GenerateRequest:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from k3.errors import RequestRejected
 from router.openai.answer import token_text
 from router.openai.errors import model_not_found
-from router.openai.params import tokenize_ids
+from router.openai.prompts import tokenize_ids
 from router.openai.schemas import DetokenizeRequest, TokenizeRequest
 from router.openai.serving import Serving
 

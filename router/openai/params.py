@@ -1,4 +1,4 @@
-"""From a checked body to a `Job`: defaults filled in, combinations judged, prompt rendered and tokenized.
+"""From a checked body to a `Job`: defaults filled in, combinations judged, prompts made by `prompts.py`.
 
 Everything a client can get wrong beyond types is refused here, before admission. What the system does not serve yet is
 refused when it is not at its neutral value, never ignored.
@@ -15,17 +15,11 @@ from typing import Any
 from k3.config.tree import HttpConfig
 from k3.errors import RequestRejected
 from k3.types import NO_BIAS, LogprobParams, SamplingParams
-from router.openai.schemas import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    GenerationBody,
-    TokenizeRequest,
-)
+from router.openai.prompts import check_ids, render_chat, text_prompts, unsupported
+from router.openai.schemas import ChatRequest, CompletionRequest, GenerationBody
 from router.text.folder import ModelFolder
 from router.text.reasoning import Channel
 from router.text.stop import StopAutomaton
-from router.text.template import ChatOptions, Prompt
 
 TEXT_DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
@@ -128,7 +122,7 @@ def completion_job(
         body,
         settings,
         limits,
-        prompts=_text_prompts(body.prompt, settings.folder),
+        prompts=text_prompts(body.prompt, settings.folder),
         asked=body.max_tokens,
         asked_name="max_tokens",
         default=TEXT_DEFAULT_MAX_TOKENS,
@@ -137,41 +131,6 @@ def completion_job(
         is_chat=False,
         timeout_s=timeout_s,
     )
-
-
-def render_chat(
-    messages: Sequence[ChatMessage],
-    folder: ModelFolder,
-    *,
-    effort: str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> Prompt:
-    """Segments of a conversation. Raises RequestRejected."""
-    for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
-    if continue_final_message:
-        if add_generation_prompt:
-            raise RequestRejected(
-                "add_generation_prompt and continue_final_message exclude each other",
-                param="continue_final_message",
-            )
-        if messages[-1].role != "assistant" or messages[-1].tool_calls:
-            raise RequestRejected(
-                "continue_final_message needs an assistant message without tool_calls at the end",
-                param="continue_final_message",
-            )
-    thinking, effort = _thinking(effort, kwargs or {}, folder)
-    options = ChatOptions(
-        tools=tools,
-        thinking=thinking,
-        thinking_effort=effort,
-        add_generation_prompt=add_generation_prompt is not False,
-        continue_final_message=continue_final_message,
-    )
-    return folder.template.render([m.model_dump(exclude_none=True) for m in messages], options)
 
 
 def timeout_s(body_ms: int | None, header: str | None, limit_s: float) -> float:
@@ -206,7 +165,10 @@ def _job(
     _refuse_extras(body)
     folder = settings.folder
     max_tokens = tuple(
-        output_limit(len(prompt), asked, default, limits, asked_name) for prompt in prompts
+        output_limit(
+            len(prompt), asked, default, limits, asked_name, "messages" if is_chat else "prompt"
+        )
+        for prompt in prompts
     )
     min_tokens = body.min_tokens or 0
     if min_tokens > min(max_tokens):
@@ -219,7 +181,7 @@ def _job(
         raise RequestRejected("stream_options needs stream=true", param="stream_options")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     stop_ids = tuple(body.stop_token_ids or ())
-    _check_ids(stop_ids, folder.vocab_size, "stop_token_ids")
+    check_ids(stop_ids, folder.vocab_size, "stop_token_ids")
     return Job(
         model=body.model or folder.name,
         is_chat=is_chat,
@@ -261,7 +223,12 @@ def _sampling(body: GenerationBody, folder: ModelFolder, min_tokens: int) -> Sam
 
 
 def output_limit(
-    prompt_len: int, asked: int | None, default: int | None, limits: Limits, asked_name: str
+    prompt_len: int,
+    asked: int | None,
+    default: int | None,
+    limits: Limits,
+    asked_name: str,
+    prompt_name: str,
 ) -> int:
     """Output tokens at most. Raises RequestRejected (context_length_exceeded)."""
     room = limits.max_model_len - prompt_len
@@ -271,54 +238,12 @@ def output_limit(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, the request has "
             f"{prompt_len} prompt tokens{wanted}. Shorten the prompt or lower {asked_name}.",
             code="context_length_exceeded",
-            param=asked_name
-            if room >= 1
-            else "messages"
-            if asked_name != "max_tokens"
-            else "prompt",
+            param=asked_name if room >= 1 else prompt_name,
         )
     if asked is not None:
         return asked
     capacity = max(limits.capacity_tokens - prompt_len, 1)
     return min(room, capacity, default or room)
-
-
-def _text_prompts(
-    prompt: str | list[str] | list[int] | list[list[int]], folder: ModelFolder
-) -> list[list[int]]:
-    """Ids of every prompt. Special tokens written out in a text prompt are special tokens: it has no roles to guard."""
-    if isinstance(prompt, str):
-        return [encode_prompt(prompt, folder)]
-    prompts: list[list[int]] = []
-    if isinstance(prompt[0], int):
-        prompts.append([token for token in prompt if isinstance(token, int)])
-    else:
-        for item in prompt:
-            prompts.append(
-                encode_prompt(item, folder) if isinstance(item, str) else list(item)  # type: ignore[arg-type]
-            )
-    for ids in prompts:
-        _check_ids(ids, folder.vocab_size, "prompt")
-        forbidden = folder.chat_format.media_ids.intersection(ids)
-        if forbidden:
-            raise RequestRejected(
-                f"prompt holds media tokens {sorted(forbidden)}: this server is text only",
-                param="prompt",
-            )
-    return prompts
-
-
-def encode_prompt(text: str, folder: ModelFolder) -> list[int]:
-    """Ids of a text prompt; an empty one is the BOS token."""
-    return folder.tokenizer.encode(text, allow_special=True) or [folder.chat_format.control.bos]
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise RequestRejected(
-            f"{param}: token id {wrong} is outside 0..{vocab_size - 1}", param=param
-        )
 
 
 def _bias(bias: Mapping[str, float] | None, vocab_size: int) -> Mapping[int, float]:
@@ -338,71 +263,6 @@ def _bias(bias: Mapping[str, float] | None, vocab_size: int) -> Mapping[int, flo
 def _salt(cache_salt: str | None) -> bytes:
     """Namespace of the prefix cache: of nobody in particular as long as there are no principals."""
     return hashlib.sha256(b"anonymous\0" + cache_salt.encode()).digest() if cache_salt else b""
-
-
-def _thinking(
-    effort: str | None, kwargs: Mapping[str, Any], folder: ModelFolder
-) -> tuple[bool, str | None]:
-    """Whether the model thinks, and with which of its efforts."""
-    unknown = kwargs.keys() - {"thinking"}
-    if unknown:
-        raise RequestRejected(
-            f"chat_template_kwargs: unknown keys {sorted(unknown)}; this model's template knows 'thinking'",
-            code="unsupported_parameter",
-            param="chat_template_kwargs",
-        )
-    thinking = kwargs.get("thinking", True)
-    if not isinstance(thinking, bool):
-        raise RequestRejected(
-            f"chat_template_kwargs.thinking={thinking!r}: must be true or false",
-            code="invalid_type",
-            param="chat_template_kwargs.thinking",
-        )
-    if effort is None:
-        return thinking, folder.chat_format.default_effort if thinking else None
-    if effort == "none":
-        return False, None
-    known = folder.chat_format.effort(effort)
-    if known is None:
-        choices = ", ".join(
-            ("none", *folder.chat_format.effort_aliases, *folder.chat_format.efforts)
-        )
-        raise RequestRejected(
-            f"reasoning_effort={effort[:40]!r}: must be one of {choices}", param="reasoning_effort"
-        )
-    return thinking, known
-
-
-def _check_message(message: ChatMessage, path: str) -> None:
-    if message.tools is not None:
-        raise unsupported(f"{path}.tools", "tools are not served yet")
-    if isinstance(message.content, list):
-        for index, part in enumerate(message.content):
-            at = f"{path}.content[{index}]"
-            if part.type != "text":
-                raise unsupported(
-                    f"{at}.type", f"part type {part.type[:40]!r}: this server is text only"
-                )
-            if part.text is None:
-                raise RequestRejected(
-                    f"{at}.text is required", code="missing_required_parameter", param=f"{at}.text"
-                )
-    if message.content is None and message.role != "assistant":
-        raise RequestRejected(
-            f"{path}.content is required for role {message.role}",
-            code="missing_required_parameter",
-            param=f"{path}.content",
-        )
-    if message.role != "assistant" and message.tool_calls:
-        raise RequestRejected(
-            f"{path}.tool_calls: only assistant messages have tool calls",
-            param=f"{path}.tool_calls",
-        )
-
-
-def unsupported(param: str, why: str) -> RequestRejected:
-    """A field this server knows and does not serve."""
-    return RequestRejected(f"{param}: {why}", code="unsupported_parameter", param=param)
 
 
 def _refuse_extras(body: GenerationBody) -> None:
@@ -443,23 +303,3 @@ def _refuse(body: GenerationBody, neutral: Mapping[str, tuple[Any, ...]]) -> Non
     for name, value in given.items():
         if value not in neutral[name]:
             raise unsupported(name, "not served yet; leave it out")
-
-
-def tokenize_ids(body: TokenizeRequest, folder: ModelFolder) -> list[int]:
-    """Ids for POST /tokenize. Raises RequestRejected."""
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestRejected("give either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        if body.prompt == "" and body.add_special_tokens is False:
-            return []
-        return encode_prompt(body.prompt, folder)
-    prompt = render_chat(
-        body.messages or [],
-        folder,
-        effort=body.reasoning_effort,
-        kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        tools=body.tools or (),
-    )
-    return folder.tokenizer.encode_segments(prompt.segments)
