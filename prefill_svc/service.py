@@ -58,15 +58,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
     async def Prefill(
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillRequest], context: Context
+        self, request: AsyncIterator[prefill_pb2.PrefillRequest], context: Context
     ) -> None:
         """One request, from Start to its end."""
-        start = await _first(request_iterator)
+        start = await _first(request)
         stream = ResponseStream()
         life, export = self._engine.open(start, stream)
-        reader = asyncio.create_task(
-            _read(request_iterator, life, export), name=f"read {start.request_id}"
-        )
+        reader = asyncio.create_task(_read(request, life, export), name=f"read {start.request_id}")
         try:
             async for response in stream:
                 await context.write(response)

@@ -1,0 +1,67 @@
+"""What a Start must be to be served at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from k3.errors import LayoutMismatch, RequestRejected
+from k3.v1 import common_pb2, prefill_pb2
+from prefill_svc.admission import check_start
+
+
+def start(**fields: object) -> prefill_pb2.Start:
+    values = {
+        "proto_version": 1,
+        "token_ids": [1, 2, 3],
+        "sampling": common_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
+        "layout_fingerprint": "f",
+        **fields,
+    }
+    return prefill_pb2.Start(**values)  # type: ignore[arg-type]
+
+
+def check(opening: prefill_pb2.Start) -> None:
+    check_start(opening, layout_fingerprint="f", vocab_size=100, max_model_len=5)
+
+
+def sampling(**fields: object) -> dict[str, object]:
+    values = {"top_p": 1.0, "repetition_penalty": 1.0, **fields}
+    return {"sampling": common_pb2.SamplingParams(**values)}  # type: ignore[arg-type]
+
+
+def test_a_plain_request_passes() -> None:
+    check(start())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1] * 6}, "token_ids"),
+        ({"token_ids": [1, -1]}, "token_ids"),
+        ({"token_ids": [100]}, "token_ids"),
+        ({"output_prefix_len": 3}, "output_prefix_len"),
+        ({"grammar": b"g"}, "grammar"),
+        ({"logprobs": common_pb2.LogprobParams(enabled=True, top=21)}, "logprobs.top"),
+        (
+            {"prompt_logprobs": common_pb2.LogprobParams(enabled=True, top=-1)},
+            "prompt_logprobs.top",
+        ),
+        (sampling(temperature=-0.1), "sampling.temperature"),
+        (sampling(temperature=float("nan")), "sampling.temperature"),
+        (sampling(top_p=0.0), "sampling.top_p"),
+        (sampling(min_p=1.5), "sampling.min_p"),
+        (sampling(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (sampling(logit_bias={100: 1.0}), "sampling.logit_bias"),
+    ],
+)
+def test_a_faulty_field_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(RequestRejected) as caught:
+        check(start(**fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("fields", [{"proto_version": 2}, {"layout_fingerprint": "g"}])
+def test_another_protocol_or_layout_is_a_mismatch(fields: dict[str, object]) -> None:
+    with pytest.raises(LayoutMismatch):
+        check(start(**fields))
