@@ -41,6 +41,7 @@ ENGINE_ALIASES = {
     "--stall-timeout": "serve.stall_timeout_s",
     "--log-format": "telemetry.log_format",
     "--log-level": "telemetry.log_level",
+    "--metrics-compat": "telemetry.metrics_compat",
 }
 ROUTER_ALIASES = {
     "--model": "model.path",
@@ -54,6 +55,7 @@ ROUTER_ALIASES = {
     "--drain-timeout": "http.drain_timeout_s",
     "--log-format": "telemetry.log_format",
     "--log-level": "telemetry.log_level",
+    "--metrics-compat": "telemetry.metrics_compat",
 }
 
 

@@ -186,11 +186,14 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """Logs."""
+    """Logs and metrics."""
 
     log_format: str = key("json", "log lines", choices=("json", "text"))
     log_level: str = key(
         "info", "least severe level", choices=("debug", "info", "warning", "error")
+    )
+    metrics_compat: str = key(
+        "vllm", "also serve metrics under these names", choices=("vllm", "off")
     )
 
 

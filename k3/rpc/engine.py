@@ -116,6 +116,8 @@ class _Frame:
         )
         self._helpers: tuple[asyncio.Task[None], ...] = ()
         self._stage = ""
+        if config.telemetry.metrics_compat == "vllm":
+            metrics.show_aliases(config.model.name)
 
     async def run(self, add_services: Callable[[grpc.aio.Server], None]) -> int:
         """Bind, start, serve, drain, stop."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import uvicorn
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+
+from k3.telemetry.declare import encode
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -89,8 +90,8 @@ class OpsApp:
         if method not in ("GET", "HEAD"):
             return _error(405, "method_not_allowed", f"{method} is not allowed here; use GET")
         if path == "/metrics":
-            encode, kind = choose_encoder(accept)
-            return 200, kind, encode(self._source.refresh())
+            body, kind = encode(self._source.refresh(), accept)
+            return 200, kind, body
         answer = probes[path]()
         return answer.status, JSON_TYPE, json.dumps(answer.body).encode()
 

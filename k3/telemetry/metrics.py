@@ -8,15 +8,13 @@ engines only observe what happens.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
+from k3.telemetry.compat import Alias, Aliases
+from k3.telemetry.declare import Declare
 from k3.v1 import instance_pb2
 
 LATENCY_S = (
@@ -29,57 +27,6 @@ STEP_S = (
 )
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
-
-M = TypeVar("M", Counter, Gauge, Histogram)
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """One row of the documentation."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    help: str
-
-
-class Declare:
-    """Makes metrics on one registry and remembers what was made."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.rows: list[Declared] = []
-
-    def counter(self, name: str, help: str, **labels: Sequence[str]) -> Counter:
-        """A counter; `labels` maps each label to its known values (empty: made when first used)."""
-        return self._add(Counter, name, help, labels)
-
-    def gauge(self, name: str, help: str, **labels: Sequence[str]) -> Gauge:
-        """A gauge; labels as in `counter`."""
-        return self._add(Gauge, name, help, labels)
-
-    def histogram(
-        self, name: str, help: str, buckets: Sequence[float], **labels: Sequence[str]
-    ) -> Histogram:
-        """A histogram; labels as in `counter`."""
-
-        def make(
-            name: str, help: str, names: Sequence[str], registry: CollectorRegistry
-        ) -> Histogram:
-            return Histogram(name, help, names, registry=registry, buckets=buckets)
-
-        return self._add(make, name, help, labels)
-
-    def _add(
-        self, make: Callable[..., M], name: str, help: str, labels: dict[str, Sequence[str]]
-    ) -> M:
-        metric = make(name, help, tuple(labels), registry=self._registry)
-        if labels and all(labels.values()):
-            for values in itertools.product(*labels.values()):
-                metric.labels(*values)
-        kind = "histogram" if isinstance(metric, Histogram) else type(metric).__name__.lower()
-        self.rows.append(Declared(name, kind, tuple(labels), help))
-        return metric
 
 
 class CommonMetrics:
@@ -121,8 +68,14 @@ class LoadMetrics:
             "k3_state_slots", "State slots by state.", state=("vacant", "live", "quarantined")
         )
 
+        self.usage = d.gauge(
+            "k3_kv_pages_used_ratio", "Pages held or quarantined by all pages, 0 to 1."
+        )
+
     def show(self, load: instance_pb2.Load) -> None:
         """Set every gauge from a snapshot."""
+        not_free = load.pages_used + load.pages_quarantined
+        self.usage.set(not_free / load.pages_total if load.pages_total else 0.0)
         pages = {
             "free": load.pages_free,
             "used": load.pages_used,
@@ -186,6 +139,14 @@ class EngineMetrics:
         self.load.show(load)
         self.transfer.in_flight.set(load.transfers)
 
+    def aliases(self) -> list[Alias]:
+        """vLLM's names for what this role measures."""
+        return [Alias("vllm:kv_cache_usage_perc", self.load.usage)]
+
+    def show_aliases(self, model_name: str) -> None:
+        """Also serve the aliases, labelled with the model."""
+        self.registry.register(Aliases(self.aliases(), model_name))
+
 
 class PrefillMetrics(EngineMetrics):
     """Metrics of `k3-prefill`."""
@@ -202,6 +163,15 @@ class PrefillMetrics(EngineMetrics):
         self.queue_s = d.histogram(
             "k3_prefill_queue_wait_seconds", "From arrival to the first chunk.", LATENCY_S
         )
+
+    def aliases(self) -> list[Alias]:
+        """vLLM's names for what this role measures."""
+        return [
+            *super().aliases(),
+            Alias("vllm:num_requests_running", self.running),
+            Alias("vllm:num_requests_waiting", self.waiting),
+            Alias("vllm:prompt_tokens", self.tokens),
+        ]
 
     def show(self, load: instance_pb2.Load) -> None:
         """Set every gauge from a load snapshot."""
@@ -246,6 +216,16 @@ class DecodeMetrics(EngineMetrics):
                 ),
             ),
         )
+
+    def aliases(self) -> list[Alias]:
+        """vLLM's names for what this role measures."""
+        return [
+            *super().aliases(),
+            Alias("vllm:num_requests_running", self.running),
+            Alias("vllm:num_requests_waiting", self.waiting),
+            Alias("vllm:num_preemptions", self.preemptions),
+            Alias("vllm:generation_tokens", self.tokens),
+        ]
 
     def show(self, load: instance_pb2.Load) -> None:
         """Set every gauge from a load snapshot."""
@@ -337,25 +317,49 @@ class RouterMetrics:
             "k3_router_circuit_state", "0 closed, 1 half open, 2 open.", instance_id=()
         )
 
+    def aliases(self) -> list[Alias]:
+        """vLLM's names for what the router measures."""
+        return [
+            Alias("vllm:num_requests_running", self.in_flight),
+            Alias("vllm:num_requests_waiting", self.queue_depth),
+            Alias("vllm:prompt_tokens", self.prompt_tokens),
+            Alias("vllm:generation_tokens", self.generation_tokens),
+            Alias("vllm:prefix_cache_queries", self.prompt_tokens),
+            Alias("vllm:prefix_cache_hits", self.cached_tokens),
+            Alias("vllm:request_success", self.finish, rename={"reason": "finished_reason"}),
+            Alias("vllm:time_to_first_token_seconds", self.ttft_s),
+            Alias("vllm:inter_token_latency_seconds", self.itl_s),
+            Alias("vllm:e2e_request_latency_seconds", self.e2e_s),
+            Alias("vllm:request_queue_time_seconds", self.queue_s),
+            Alias("vllm:request_prefill_time_seconds", self.stage_s, only={"stage": "prefill"}),
+            Alias("vllm:request_decode_time_seconds", self.stage_s, only={"stage": "decode"}),
+        ]
+
+    def show_aliases(self, model_name: str) -> None:
+        """Also serve the aliases, labelled with the model."""
+        self.registry.register(Aliases(self.aliases(), model_name))
+
 
 def document() -> str:
     """All metrics as Markdown: `docs/metrics.md`."""
     lines = [
         "# Metrics",
         "",
-        "Prometheus text on `/metrics` (OpenMetrics by `Accept`). Generated from `k3/telemetry/metrics.py`",
-        "(`python -m k3.telemetry.metrics > docs/metrics.md`). Names and labels are API.",
+        "Prometheus text on `/metrics` (OpenMetrics by `Accept`). Names and labels are API.",
+        "Generated: `python -m k3.telemetry.metrics > docs/metrics.md`. With `telemetry.metrics_compat=vllm`",
+        "(the default) the aliases below each table are served too, with labels `model_name` and `engine`.",
     ]
-    roles = (
+    for title, metrics in (
         ("k3-router", RouterMetrics()),
         ("k3-prefill", PrefillMetrics()),
         ("k3-decode", DecodeMetrics()),
-    )
-    for title, metrics in roles:
+    ):
         lines += ["", f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
         for row in metrics.declare.rows:
             labels = ", ".join(row.labels)
             lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.help} |")
+        names = ", ".join(f"`{alias.name}`" for alias in metrics.aliases())
+        lines += ["", f"Aliases: {names}."]
     return "\n".join(lines) + "\n"
 
 

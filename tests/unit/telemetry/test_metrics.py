@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from k3.telemetry import metrics
+from k3.telemetry.declare import encode
 from k3.v1 import instance_pb2
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -70,6 +71,47 @@ def test_gauges_show_a_load_snapshot():
         "k3_transfer_in_flight 1.0",
     ):
         assert series in text
+
+
+@pytest.mark.parametrize(
+    "accept", ["", "text/plain", "application/openmetrics-text; version=1.0.0"]
+)
+def test_aliases_show_the_same_values_under_other_names(accept):
+    router = metrics.RouterMetrics()
+    router.show_aliases("k3-mini")
+    router.ttft_s.observe(0.3)
+    router.finish.labels("length").inc(3)
+    router.stage_s.labels("prefill").observe(2)
+    body, _ = encode(router.registry, accept)
+    labels = 'engine="0",model_name="k3-mini"'
+    for series in (
+        f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0",
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="k3-mini"} 3.0',
+        f"vllm:request_prefill_time_seconds_sum{{{labels}}} 2.0",
+        f"vllm:request_decode_time_seconds_count{{{labels}}} 0.0",
+        "k3_router_time_to_first_token_seconds_count 1.0",
+    ):
+        assert series in body.decode()
+    assert b"_created" not in body
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_can_show_its_aliases(role):
+    shown = role()
+    shown.show_aliases("m")
+    text = encode(shown.registry, "")[0].decode()
+    for alias in shown.aliases():
+        assert f"\n{alias.name}" in text
+
+
+def test_the_encoding_follows_the_accept_header():
+    registry = metrics.RouterMetrics().registry
+    plain, kind = encode(registry, "text/html, */*;q=0.1")
+    assert kind.startswith("text/plain; version=0.0.4")
+    assert not plain.endswith(b"# EOF\n")
+    body, kind = encode(registry, "text/plain;q=0.5, application/openmetrics-text;version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
 
 
 def test_a_new_identity_replaces_the_old_one():
