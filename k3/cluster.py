@@ -232,10 +232,11 @@ class LocalCluster:
     def _pump(self, member: Member, process: subprocess.Popen[str]) -> None:
         if process.stdout is None:
             raise RuntimeError("spawned without a pipe")
-        for line in process.stdout:
-            member.tail.append(line.rstrip("\n"))
-            if self._on_line is not None:
-                self._on_line(member.name, line.rstrip("\n"))
+        with process.stdout as lines:
+            for line in lines:
+                member.tail.append(line.rstrip("\n"))
+                if self._on_line is not None:
+                    self._on_line(member.name, line.rstrip("\n"))
 
     def wait_ready(
         self,
