@@ -110,7 +110,7 @@ class _Frame:
         self._signals = _Signals()
         self._lifecycle = Lifecycle(engine, config, metrics)
         self._health: Any = cast("Any", health).aio.HealthServicer()
-        self._board = LoadBoard(engine.load_changed, self._lifecycle.watch, self._show_health)
+        self._board = LoadBoard(engine.load_changed, self._lifecycle.watch, self._follow)
         self._instance = InstanceServicer(
             engine, self._lifecycle, self._board, config.serve.drain_timeout_s
         )
@@ -161,7 +161,7 @@ class _Frame:
 
     async def _serve(self, port: int) -> None:
         """Until a signal and the drain after it. Raises what the driver raises."""
-        self._origin.instance = self._engine.describe().instance_id
+        self._origin.instance = self._engine.describe().instance_id  # the first line below has it
         log.info("serving", extra={"address": f"{self._config.serve.host}:{port}"})
         driver = asyncio.create_task(self._engine.run(), name="driver")
         try:
@@ -235,7 +235,9 @@ class _Frame:
             names = (*self._names, INSTANCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
 
-    async def _show_health(self) -> None:
+    async def _follow(self, snapshot: instance_pb2.WatchResponse) -> None:
+        """Let health and log lines follow what the instance says of itself."""
+        self._origin.instance = snapshot.instance_id
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", serving if self._lifecycle.is_alive() else not_serving)

@@ -186,7 +186,7 @@ class LoadBoard:
         self,
         changed: asyncio.Event,
         take: Callable[[], instance_pb2.WatchResponse],
-        on_snapshot: Callable[[], Awaitable[None]],
+        on_snapshot: Callable[[instance_pb2.WatchResponse], Awaitable[None]],
     ) -> None:
         self._changed, self._take, self._on_snapshot = changed, take, on_snapshot
         self._version = 0
@@ -198,8 +198,9 @@ class LoadBoard:
         """Publish a snapshot on every change until closed."""
         while not self.is_closed:
             self._changed.clear()
-            await self._on_snapshot()
-            self._publish()
+            snapshot = self._take()
+            await self._on_snapshot(snapshot)
+            self._publish(snapshot)
             await asyncio.sleep(MIN_INTERVAL_S)
             try:
                 async with asyncio.timeout(MAX_INTERVAL_S - MIN_INTERVAL_S):
@@ -213,8 +214,8 @@ class LoadBoard:
         self._changed.set()
         self._next.set()
 
-    def _publish(self) -> None:
-        self._newest = self._take()
+    def _publish(self, snapshot: instance_pb2.WatchResponse) -> None:
+        self._newest = snapshot
         self._version += 1
         self._next.set()
         if not self.is_closed:

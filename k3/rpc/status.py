@@ -9,6 +9,7 @@ deadline, cancelled call) and is mapped by its code alone.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import NamedTuple
 
 import grpc
@@ -32,6 +33,7 @@ from k3.errors import (
 
 ERROR_KIND, ERROR_CODE = "k3-error-kind", "k3-error-code"
 ERROR_PARAM, RETRY_AFTER = "k3-error-param", "k3-retry-after-s"
+_SECONDS = re.compile(r"\d{1,6}(\.\d{1,3})?")
 MAX_DETAILS = 2000  # characters; gRPC drops a whole status whose metadata passes 8 KiB
 
 
@@ -123,7 +125,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> K3Error:
     if issubclass(kind, RequestRejected):
         return RequestRejected(details, code=code, param=metadata.get(ERROR_PARAM))
     if issubclass(kind, QueueFull):
-        return QueueFull(details, code=code, retry_after_s=float(metadata.get(RETRY_AFTER, 1.0)))
+        seconds = metadata.get(RETRY_AFTER, "")
+        hint = float(seconds) if _SECONDS.fullmatch(seconds) else 1.0
+        return QueueFull(details, code=code, retry_after_s=hint)
     return kind(details, code=code)
 
 

@@ -2,7 +2,7 @@
 
 A line is a constant message plus fields (`log.info("request finished", extra={"request_id": ..., "ttft_s": ...})`).
 Process, instance and rank are added here; request and trace ids come from the running scope (`tracing.py`) unless the
-line names them. Repeats of one message above a rate are counted, not written. No prompt or output text is logged.
+line names them. Repeats of one warning above a rate are counted, not written. No prompt or output text is logged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TextIO
 from k3.telemetry import tracing
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-BURST, WINDOW_S = 20, 10.0  # lines of one message per window
+BURST, WINDOW_S = 20, 10.0  # warnings of one message per window
 _NOISY = ("uvicorn", "uvicorn.error", "uvicorn.access", "grpc", "asyncio")
 
 
@@ -119,7 +119,10 @@ def _short(value: object) -> str:
 
 
 class RepeatFilter(logging.Filter):
-    """Lets `BURST` lines of one message pass per window; the next one after it says how many were left out."""
+    """Lets `BURST` warnings of one message pass per window; the next one after it says how many were left out.
+
+    Lines below warning always pass: they are one per request or per change of state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +130,8 @@ class RepeatFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""
+        if record.levelno < logging.WARNING:
+            return True
         key = (record.name, str(record.msg))
         start, n = self._seen.get(key, (record.created, 0))
         if record.created - start >= WINDOW_S:

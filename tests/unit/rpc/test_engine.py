@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.load_changed = asyncio.Event()
+        self.identity = "prefill-a-1"
         self.n_open = 0
         self.is_draining = False
         self.reasons: list[tuple[str, str]] = []
@@ -60,7 +62,7 @@ class ScriptedEngine:
         self.stopped.set()
 
     def describe(self):
-        return instance_pb2.DescribeResponse(instance_id="prefill-a-1", layout_fingerprint="ff")
+        return instance_pb2.DescribeResponse(instance_id=self.identity, layout_fingerprint="ff")
 
     def load(self):
         return instance_pb2.Load(running=self.n_open, pages_total=17, pages_free=17 - self.n_open)
@@ -230,6 +232,19 @@ async def test_watchers_see_every_change_and_the_newest_state():
             assert (load.running, load.ready) == (7, False)
         assert not await served.healthy(SERVICE)
         assert await served.healthy("")
+
+
+async def test_a_rebuilt_rank_group_shows_its_new_identity_everywhere(capsys):
+    async with running() as served:
+        await served.until_ready()
+        watch = served.instance.Watch(instance_pb2.WatchRequest())
+        assert (await watch.read()).instance_id == "prefill-a-1"
+        served.engine.identity = "prefill-a-2"
+        served.engine.load_changed.set()
+        assert (await watch.read()).instance_id == "prefill-a-2"
+        assert (await served.get("/version")).json()["instance_id"] == "prefill-a-2"
+    last = [json.loads(line) for line in capsys.readouterr().out.splitlines()][-1]
+    assert (last["msg"], last["instance"]) == ("stopped", "prefill-a-2")
 
 
 async def test_health_watch_tells_when_readiness_goes():

@@ -73,15 +73,22 @@ def test_text_lines_are_for_people(stream):
     assert 'why="a b"' in line
 
 
-def test_repeats_are_counted_instead_of_written(stream):
+def test_one_line_per_request_is_never_left_out(stream):
+    logs.setup("json", "info", "router", stream=stream)
+    for i in range(3 * logs.BURST):
+        log.info("request finished", extra={"request_id": f"req-{i}"})
+    assert len(lines(stream)) == 3 * logs.BURST
+
+
+def test_repeated_warnings_are_counted_instead_of_written(stream):
     logs.setup("json", "info", "router", stream=stream)
     start = 1_000.0
     for i in range(logs.BURST + 7):
-        record = log.makeRecord("k3.test", logging.INFO, "f", 1, "peer lost", (), None)
+        record = log.makeRecord("k3.test", logging.WARNING, "f", 1, "peer lost", (), None)
         record.created = start + i * 0.001
         log.handle(record)
-    log.info("something else")
-    record = log.makeRecord("k3.test", logging.INFO, "f", 1, "peer lost", (), None)
+    log.warning("something else")
+    record = log.makeRecord("k3.test", logging.WARNING, "f", 1, "peer lost", (), None)
     record.created = start + logs.WINDOW_S
     log.handle(record)
     written = lines(stream)
