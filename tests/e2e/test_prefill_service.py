@@ -46,13 +46,13 @@ P = 8
 N_PAGES = 48
 
 
-def config(pp: int) -> EngineConfig:
+def config(pp: int = 1, tp: int = 1) -> EngineConfig:
     return EngineConfig(
         role="prefill",
         model=ModelConfig(
             path=str(GOLDEN), name="k3-nano", dtype="float64", device="cpu", max_model_len=300
         ),
-        parallel=ParallelConfig(pp=pp),
+        parallel=ParallelConfig(pp=pp, tp=tp),
         cache=CacheConfig(page_tokens=P, pages=N_PAGES, state_slots=6, fill_nan=True),
         schedule=ScheduleConfig(max_rows=4, max_queue=3, token_budget=24, reserve_wait_s=2.0),
         transfer=TransferConfig(
@@ -80,9 +80,11 @@ class Service:
                 await asyncio.sleep(0.01)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["pp1", "pp2"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[(1, 1), (2, 2)], ids=["solo", "pp2xtp2"]
+)
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Service]:
-    deployment = Deployment.of(config(request.param), "digest")
+    deployment = Deployment.of(config(*request.param), "digest")
 
     def make_group(setup: plan_pb2.Setup, on_progress: OnProgress) -> RankGroup:
         n_ranks = deployment.n_ranks
@@ -107,7 +109,7 @@ async def service(request: pytest.FixtureRequest) -> AsyncIterator[Service]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def peer(service: Service) -> AsyncIterator[Peer]:
-    deployment = Deployment.of(config(1), "digest")
+    deployment = Deployment.of(config(), "digest")
     peer = Peer.open(deployment.spec, deployment.layout, page_tokens=P, dtype="float64", n_pages=40)
     await service.stub.Connect(peer.connect_request())
     yield peer
@@ -145,7 +147,8 @@ async def test_a_prompt_is_computed_and_lands_in_the_peers_memory(
     await call.say(start=peer.start(ids))
     await call.say(destination=peer.destination(pages, state_slot=5))
     accepted = (await call.next("accepted")).accepted
-    assert list(accepted.expected_senders) == [service.engine.describe().geometry.pp]
+    geometry = service.engine.describe().geometry
+    assert list(accepted.expected_senders) == [geometry.pp * geometry.tp]
     prefilled = (await call.next("prefilled")).prefilled
     assert prefilled.token.id == cases["case2.decode_ids"][0].item()
     assert prefilled.prompt_tokens == len(ids)
