@@ -94,6 +94,11 @@ class RankGroup:
         self._folder: Path | None = None
         self._is_stopping = False
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in flat order."""
+        return [rank.process.pid for rank in self._ranks if rank.process is not None]
+
     # ------------------------------------------------------------------ start and stop
 
     async def start(self, deadline_s: float) -> list[plan_pb2.MoverReady]:
@@ -147,7 +152,7 @@ class RankGroup:
     async def _spawn_all(self) -> None:
         if len(self._ranks) > 1 and not self._setup.rendezvous:
             self._setup.rendezvous = f"127.0.0.1:{_free_port()}"
-        self._folder = Path(tempfile.mkdtemp(prefix="k3-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"k3-ranks-{os.getpid()}-"))
         path = self._folder / "front"
         if len(str(path)) > 100:
             raise ConfigError(
@@ -326,6 +331,7 @@ class RankGroup:
     async def _dump_stacks(self) -> None:
         for rank in self._ranks:
             if rank.process is not None and rank.process.returncode is None:
+                rank.process.send_signal(signal.SIGCONT)  # a stopped process dumps nothing
                 rank.process.send_signal(signal.SIGUSR1)
         await asyncio.sleep(DUMP_S)
 

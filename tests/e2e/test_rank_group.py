@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from k3.v1 import plan_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "k3"
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "k3"
 START_S = 60.0
 
 
@@ -84,6 +85,13 @@ async def until(condition: Callable[[], bool], limit_s: float) -> None:
         await asyncio.sleep(0.05)
 
 
+async def failure(call: Callable[[], Awaitable[object]], limit_s: float) -> None:
+    """Call until it raises."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            await call()
+
+
 def plan(step_id: int) -> plan_pb2.StepPlan:
     chunk = plan_pb2.ChunkRow(
         request=7,
@@ -124,7 +132,7 @@ async def test_a_killed_rank_fails_every_wait_with_its_number_and_signal():
 async def test_a_failed_step_fails_the_group_with_the_ranks_own_words():
     async with running() as (group, _pid):
         await group.send_plan(plan(5))
-        with pytest.raises(GroupFailed, match="rank 0 failed: .*plan 5 came after plan 0"):
+        with pytest.raises(GroupFailed, match=r"rank 0 failed: .*plan 5 came after plan 0"):
             async with asyncio.timeout(5):
                 await group.next_result()
 
@@ -135,9 +143,7 @@ async def test_a_stopped_rank_is_noticed_by_its_silence():
         with pytest.raises(
             GroupFailed, match="rank 0 of prefill is lost: no sign of life for 10 s"
         ):
-            async with asyncio.timeout(15):
-                while True:
-                    await group.next_status()
+            await failure(group.next_status, 15)
 
 
 async def test_an_unanswered_plan_fails_the_group_and_leaves_stacks_in_the_log(
@@ -150,8 +156,7 @@ async def test_an_unanswered_plan_fails_the_group_and_leaves_stacks_in_the_log(
         os.kill(pid, signal.SIGSTOP)
         await group.send_plan(plan(1))
         with pytest.raises(GroupFailed, match="plan_timeout_s=1 s"):
-            async with asyncio.timeout(10):
-                await group.next_result()
+            await failure(group.next_result, 10)
         assert "most recent call first" in caplog.text
         assert "mover.py" in caplog.text
 
@@ -195,9 +200,8 @@ asyncio.run(main())
 
 
 async def test_ranks_do_not_outlive_a_killed_front():
-    root = str(Path(__file__).resolve().parents[2])
     front = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", FRONT.format(root=root), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", FRONT.format(root=str(ROOT)), stdout=asyncio.subprocess.PIPE
     )
     assert front.stdout is not None
     async with asyncio.timeout(START_S):
