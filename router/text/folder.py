@@ -43,10 +43,10 @@ def load_model_folder(path: Path, name: str, max_model_len: int = 0) -> ModelFol
         vocab_size, own_limit = int(text["vocab_size"]), int(text["max_position_embeddings"])
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'}: field {error.args[0]!r} is missing") from error
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.vocab_size != vocab_size:
         raise ModelError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model a vocabulary of {vocab_size}; "
-            "tokenizer and checkpoint do not belong together"
+            "every id that can be drawn needs its bytes: correct tokenizer.special_slots or the checkpoint"
         )
     return ModelFolder(
         name=name,

@@ -19,7 +19,7 @@ def nano_folder(target: Path) -> Path:
     chat = json.loads((ROOT / "k3/assets/tiny/chat_format.json").read_text())
     chat["tokenizer"] = {
         "kind": "bytes",
-        "special_slots": 64,
+        "special_slots": 256,
         "specials": {name: i for i, name in enumerate(SPECIALS)},
     }
     (target / "chat_format.json").write_text(json.dumps(chat))
