@@ -16,7 +16,8 @@ from typing import Protocol
 from decode_svc import wire
 from decode_svc.deployment import Deployment, new_instance_id
 from decode_svc.generation import Generation
-from decode_svc.incarnation import Incarnation, Ranks
+from decode_svc.incarnation import Incarnation, Introduction, Ranks
+from decode_svc.intake.remote import RemotePrefill
 from k3.errors import GroupFailed, K3Error, Unavailable
 from k3.rpc.client import ChannelPool
 from k3.telemetry.metrics import DecodeMetrics
@@ -197,7 +198,7 @@ class DecodeEngine:
             self._instance_id,
             movers,
             self._group,
-            self._channels,
+            self._source,
             self.metrics,
             self.load_changed.set,
         )
@@ -208,6 +209,9 @@ class DecodeEngine:
         )
         self.load_changed.set()
         log.info("instance ready", extra={"instance_id": self._instance_id})
+
+    def _source(self, introduction: Introduction) -> RemotePrefill:
+        return RemotePrefill(self._channels, introduction, self._deployment.check)
 
     async def _end_life(self, life: Incarnation, error: K3Error) -> None:
         self._life = None

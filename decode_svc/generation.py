@@ -72,6 +72,7 @@ class Generation:
     filled_s: float | None = None
     outcome: str = "aborted"  # finish reason or error code, once the end was told
     is_over: bool = False
+    is_admitted: bool = False
     _outbox: deque[Event] = field(default_factory=deque[Event])
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -100,6 +101,12 @@ class Generation:
             self._ready.clear()
             await self._ready.wait()
         return self._outbox.popleft()
+
+    def admitted(self) -> None:
+        """Push the admission; a second one, after a failed candidate, is nobody's news."""
+        if not self.is_admitted:
+            self.is_admitted = True
+            self.push(Admitted(self.request.wait_s or 0.0))
 
     def tell(self, kept: Kept, now: float) -> None:
         """Push tokens that count, and the end if they are the last."""

@@ -15,18 +15,20 @@ from typing import Protocol
 
 from decode_svc import wire
 from decode_svc.deployment import Deployment
-from decode_svc.generation import Admitted, Generation
+from decode_svc.generation import Generation
 from decode_svc.intake.intake import Identity, Intake, IntakeConfig
-from decode_svc.intake.remote import RemotePrefill
+from decode_svc.intake.source import PrefillSource
 from decode_svc.request import RequestSpec, State
 from k3.errors import K3Error
-from k3.rpc.client import ChannelPool
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
 
 log = logging.getLogger("k3.decode")
 
 TICK_S = 0.25
+
+Introduction = Callable[[], prefill_pb2.ConnectRequest]
+MakeSource = Callable[[Introduction], PrefillSource]
 
 
 class Ranks(Protocol):
@@ -50,7 +52,10 @@ class Ranks(Protocol):
 
 
 class Incarnation:
-    """movers: the ranks' agents in flat order. `on_change` is called whenever the load snapshot changes."""
+    """movers: the ranks' agents in flat order. make_source: prefill instances, given how we introduce ourselves.
+
+    `on_change` is called whenever the load snapshot changes.
+    """
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class Incarnation:
         instance_id: str,
         movers: list[plan_pb2.MoverReady],
         ranks: Ranks,
-        channels: ChannelPool,
+        make_source: MakeSource,
         metrics: DecodeMetrics,
         on_change: Callable[[], None],
     ) -> None:
@@ -79,7 +84,7 @@ class Incarnation:
             Identity(instance_id, deployment.layout_fingerprint, "", deployment.n_ranks),
             IntakeConfig(config.transfer, config.serve.prefills),
             self.scheduler,
-            RemotePrefill(channels, self._introduction, deployment.check),
+            make_source(self._introduction),
             command=ranks.command,
             senders=deployment.senders,
             changed=self._changed,
@@ -199,15 +204,11 @@ class Incarnation:
                 if generation is None:
                     self.intake.abort(request, prefill_pb2.ABORT_REASON_CLIENT)
                     continue
-                if not self.intake.is_filling(request):
-                    self._tell_admitted(generation)
+                generation.admitted()
                 self.intake.start(generation)
             for request in self.scheduler.head(n_early):
                 if not self.intake.is_filling(request) and request.key in self._generations:
                     self.intake.start(self._generations[request.key])
-
-    def _tell_admitted(self, generation: Generation) -> None:
-        generation.push(Admitted(generation.request.wait_s or 0.0))
 
     async def _listen(self) -> None:
         while True:

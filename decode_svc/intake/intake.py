@@ -123,8 +123,10 @@ class Intake:
             filling.admitted()
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
-        del self._fillings[key]
-        if not task.cancelled() and task.exception() is not None:
+        filling = self._fillings.pop(key)
+        if task.cancelled():  # before it ran at all
+            filling.leave()
+        elif task.exception() is not None:
             self.crash = task.exception()
             self.changed()
 
@@ -299,12 +301,17 @@ class _Filling:
         if self.task is not None:
             self.task.cancel()
 
+    def leave(self) -> None:
+        """The task was cancelled: `abort` said why, or the service ends."""
+        self._give_up(self._reason)
+        self.intake.changed()
+
     async def run(self) -> None:
         """Try candidates until the caches are complete or the request is over."""
         try:
             await self._try_all()
         except asyncio.CancelledError:
-            self._give_up(self._reason)
+            self.leave()
         except K3Error as error:
             self._give_up(prefill_pb2.ABORT_REASON_FAILED)
             self.generation.fail(error)
