@@ -134,8 +134,9 @@ def plot(records: Sequence[Record], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
 
+    plt: Any = pyplot  # its stubs are partial
     complete = [r for r in records if not r.error]
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     panels = (

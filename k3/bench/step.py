@@ -104,6 +104,18 @@ def read(ops: str) -> Reading:
         raise K3Error(f"{ops}/metrics has no series {error}; is it a k3-decode?") from error
 
 
+def together(stretches: list[Reading], batch: int) -> Reading:
+    """The stretches in which every step had `batch` rows, less those at the edges, which also hold idle time."""
+    full = [s.n_rows == batch * s.n_steps for s in stretches]
+    total = Reading(0, 0, 0, 0, 0)
+    for before, stretch, is_full, after in zip(
+        full, stretches[1:], full[1:], full[2:], strict=False
+    ):
+        if before and is_full and after:
+            total = total.plus(stretch)
+    return total
+
+
 async def window(cluster: LocalCluster, batch: int, args: argparse.Namespace) -> Split:
     """Let `batch` requests decode together; K3Error when they hardly did."""
     info = await asyncio.to_thread(get, cluster.router.ops, "/tokenizer_info")
@@ -113,16 +125,18 @@ async def window(cluster: LocalCluster, batch: int, args: argparse.Namespace) ->
         drive(cluster.url, work, Arrivals(batch, batch, 0.0, 0), timeout_s=300.0)
     )
     ops = cluster.decodes[0].ops
-    total, last = Reading(0, 0, 0, 0, 0), await asyncio.to_thread(read, ops)
+    stretches: list[Reading] = []
+    last = await asyncio.to_thread(read, ops)
     while not load.done():
         await asyncio.sleep(POLL_S)
         now = await asyncio.to_thread(read, ops)
-        stretch, last = now.since(last), now
-        if stretch.n_steps > 0 and stretch.n_rows == batch * stretch.n_steps:
-            total = total.plus(stretch)
+        if now.n_steps > last.n_steps:
+            stretches.append(now.since(last))
+            last = now
     failed = [r.error for r in await load if r.error]
     if failed:
         raise K3Error(f"batch {batch}: {len(failed)} of {batch} requests failed: {failed[0]}")
+    total = together(stretches, batch)
     n = total.n_steps
     if n < 8:
         raise K3Error(f"batch {batch}: {n:g} steps with all rows; raise --output-tokens")
