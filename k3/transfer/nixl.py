@@ -29,7 +29,9 @@ logging.getLogger("nixl").setLevel(logging.WARNING)
 
 NIXL_VERSION = importlib.metadata.version("nixl")
 KNOWN_VERSIONS = ("1.5.1",)
-PROGRESS_DELAY_US = 2000  # idle agent: 1.5 % of a core; 1000: 3 %; 10000: large writes take twice as long
+PROGRESS_DELAY_US = (
+    2000  # idle agent: 1.5 % of a core; 1000: 3 %; 10000: large writes take twice as long
+)
 IDLE_CPU_LIMIT = 0.05
 METADATA_LIMIT = 1 << 20
 LOST = (bindings.nixlRemoteDisconnectError, bindings.nixlNotFoundError)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
 from k3.config.tree import TransferConfig
-from k3.transfer.agent import Handle, PeerLost, TransferAgent, WriteFailed
+from k3.transfer.agent import PeerLost, TransferAgent, WriteFailed
+from k3.transfer.flight import Flight, Piece, State, Transfer
 from k3.transfer.peers import Peer, Peers
 from k3.transfer.pieces import Share, destination_problem, shares
 from k3.transfer.record import Kind, Record
@@ -28,58 +27,9 @@ Status = plan_pb2.TransferStatus
 MAX_REPOSTS = 2
 MAX_TOMBSTONES = 16_384
 MAX_SENT = 1_024
-SLOWEST_BYTES_PER_S = 0.5e9 / 8  # deadline of a handle: eight times its duration at 0.5 GB/s
 POST_BYTES = 32 << 20  # per turn: a post may copy inside the call, and commands must not wait
 PROGRESS_S = 0.1
 RAISED_QUIET_S = 5.0  # GPU memory behind RDMA: a handle that raised may still land for this long
-
-
-class State(Enum):
-    """OPEN: pieces may come. SENT: everything is out. ENDING: failed or aborted, waiting for its handles."""
-
-    OPEN = "open"
-    SENT = "sent"
-    ENDING = "ending"
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One handle for one receiver, and its record; without a share the record goes alone."""
-
-    after_step: int
-    receiver: int
-    share: Share | None
-    record: Record
-
-    @property
-    def n_bytes(self) -> int:
-        return 0 if self.share is None else self.share.link.rows.length * len(self.share.source)
-
-
-@dataclass(slots=True)
-class _Transfer:
-    start: plan_pb2.StartTransfer
-    peer: Peer
-    pages: dict[int, Sequence[int]]  # destination pages by receiver
-    queues: dict[int, deque[_Piece]]
-    records: dict[int, list[Record]]
-    state: State = State.OPEN
-    has_last: bool = False
-    n_live: int = 0
-    pool_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    bytes_done: int = 0
-    bytes_told: int = 0
-    told_at: float = 0.0
-    quiet_not_before: float = 0.0
-    drain_until: float = 0.0
-
-
-@dataclass(slots=True)
-class _Live:
-    handle: Handle
-    transfer: _Transfer
-    piece: _Piece
-    deadline: float
 
 
 class Outgoing:
@@ -89,12 +39,10 @@ class Outgoing:
         self._peers = peers
         self._config = config
         self._agent = agent
-        self._transfers: dict[int, _Transfer] = {}
+        self._flight = Flight(config, agent)
+        self._transfers: dict[int, Transfer] = {}
         self._sent: OrderedDict[int, None] = OrderedDict()
         self._tombstones: OrderedDict[int, None] = OrderedDict()
-        self._live: list[_Live] = []
-        self._pair_live: dict[tuple[str, int], int] = {}
-        self._bytes_live = 0
         self._completed_step = 0
         self.statuses: list[Status] = []
         self.bytes_total = 0
@@ -105,14 +53,9 @@ class Outgoing:
     # ------------------------------------------------------------------ what the mover asks
 
     @property
-    def n_live(self) -> int:
-        """Posted handles that have not ended."""
-        return len(self._live)
-
-    @property
     def n_zombies(self) -> int:
         """Posted handles whose transfer is ending."""
-        return sum(live.transfer.state is State.ENDING for live in self._live)
+        return self._flight.n_zombies
 
     @property
     def is_waiting_for_step(self) -> bool:
@@ -135,7 +78,7 @@ class Outgoing:
     @property
     def is_idle(self) -> bool:
         """Whether nothing changes before the next command."""
-        return not (self._live or self._ending() or self._peers.is_waiting or self.has_ready)
+        return not (len(self._flight) or self._ending() or self._peers.is_waiting or self.has_ready)
 
     def step_completed(self, step_id: int) -> None:
         """Everything up to this step is in memory."""
@@ -154,9 +97,6 @@ class Outgoing:
         """The old agent is destroyed, so everything it posted is quiet; its transfers fail and their peers are gone."""
         for transfer in list(self._transfers.values()):
             self._end(transfer, "stalled", why, now, is_peer_lost=True)
-        self._live.clear()
-        self._pair_live.clear()
-        self._bytes_live = 0
         for transfer_id, transfer in self._transfers.items():
             if transfer.state is State.ENDING:
                 self._quiet(transfer_id)
@@ -164,6 +104,7 @@ class Outgoing:
         self._sent.clear()
         self._peers.clear()
         self._agent = agent
+        self._flight = Flight(self._config, agent)
         self.must_rebuild = False
 
     # ------------------------------------------------------------------ commands
@@ -194,7 +135,7 @@ class Outgoing:
         else:
             lists = {one.rank: tuple(one.pages) for one in command.destination.rank_pages}
             common = tuple(command.destination.pages)
-            self._transfers[transfer_id] = _Transfer(
+            self._transfers[transfer_id] = Transfer(
                 command,
                 peer,
                 pages={receiver: lists.get(receiver, common) for receiver in peer.links},
@@ -244,76 +185,43 @@ class Outgoing:
     # ------------------------------------------------------------------ one turn
 
     def _poll(self, now: float) -> bool:
-        still: list[_Live] = []
-        for live in self._live:
-            transfer, piece = live.transfer, live.piece
-            try:
-                is_done = self._agent.poll(live.handle)
-            except PeerLost as error:
-                self._ended(live)
+        """Take what ended and give up what is overdue. Returns whether something ended."""
+        ended = self._flight.poll()
+        for transfer, piece, error in ended:
+            if error is not None:
                 transfer.quiet_not_before = now + self._raised_pause_s
-                self._lose(transfer.peer, str(error), now)
-            except WriteFailed as error:
-                self._ended(live)
-                transfer.quiet_not_before = now + self._raised_pause_s
-                self._again(transfer, piece, error, now)
-            else:
-                if is_done:
-                    self._ended(live)
-                    self._account(transfer, piece)
-                    continue
-                still.append(live)
-                if now > live.deadline and transfer.state is State.OPEN:
-                    message = (
-                        f"a write of {piece.n_bytes} bytes to rank {piece.receiver} did not end"
-                    )
-                    self._end(transfer, "stalled", f"{message} within its deadline", now)
-        has_ended = len(still) < len(self._live)
-        self._live = still
-        return has_ended
+                self._failed(transfer, piece, error, now)
+            elif piece.share is not None:
+                pool = piece.share.link.rows.pool
+                transfer.pool_bytes[pool] = transfer.pool_bytes.get(pool, 0) + piece.n_bytes
+                transfer.bytes_done += piece.n_bytes
+                self.bytes_total += piece.n_bytes
+        for transfer, piece in self._flight.overdue(now):
+            message = f"a write of {piece.n_bytes} bytes to rank {piece.receiver} did not end"
+            self._end(transfer, "stalled", f"{message} within its deadline", now)
+        return bool(ended)
 
     def _post(self, now: float) -> None:
         budget = POST_BYTES
         for transfer in list(self._transfers.values()):
             for receiver, queue in transfer.queues.items():
-                while queue and budget > 0 and self._may_post(transfer, queue[0]):
+                while (
+                    queue
+                    and budget > 0
+                    and queue[0].after_step <= self._completed_step
+                    and self._flight.has_room(transfer, queue[0])
+                ):
                     piece = queue.popleft()
                     budget -= piece.n_bytes
                     if piece.share is None:
                         self._notify(transfer, receiver, piece.record, now)
-                    else:
-                        self._write(transfer, piece, piece.share, now)
+                        continue
+                    try:
+                        self._flight.post(transfer, piece, piece.share, now)
+                    except (PeerLost, WriteFailed) as error:
+                        self._failed(transfer, piece, error, now)
 
-    def _may_post(self, transfer: _Transfer, piece: _Piece) -> bool:
-        pair = (transfer.peer.peer_id, piece.receiver)
-        return (
-            piece.after_step <= self._completed_step
-            and self._pair_live.get(pair, 0) < self._config.handles_in_flight
-            and (
-                self._bytes_live == 0
-                or self._bytes_live + piece.n_bytes <= self._config.bytes_in_flight
-            )
-        )
-
-    def _write(self, transfer: _Transfer, piece: _Piece, share: Share, now: float) -> None:
-        try:
-            record = piece.record.pack()
-            handle = self._agent.write(share.link.lists, share.source, share.target, record)
-        except PeerLost as error:
-            self._lose(transfer.peer, str(error), now)
-            return
-        except WriteFailed as error:
-            self._again(transfer, piece, error, now)
-            return
-        patience = max(self._config.handle_deadline_s, piece.n_bytes / SLOWEST_BYTES_PER_S)
-        self._live.append(_Live(handle, transfer, piece, now + patience))
-        self._bytes_live += piece.n_bytes
-        pair = (transfer.peer.peer_id, piece.receiver)
-        self._pair_live[pair] = self._pair_live.get(pair, 0) + 1
-        transfer.n_live += 1
-        transfer.peer.n_live += 1
-
-    def _notify(self, transfer: _Transfer, receiver: int, record: Record, now: float) -> None:
+    def _notify(self, transfer: Transfer, receiver: int, record: Record, now: float) -> None:
         """A record alone: the last one of a receiver without data in the last copy, or one asked for again."""
         is_again = transfer.state is State.SENT
         sent = replace(record, kind=Kind.AGAIN) if is_again else record
@@ -323,27 +231,22 @@ class Outgoing:
             self._lose(transfer.peer, str(error), now)
 
     def _finish(self, now: float) -> None:
-        for transfer_id, transfer in list(self._transfers.items()):
-            match transfer.state:
-                case State.OPEN:
-                    is_out = transfer.has_last and not any(transfer.queues.values())
-                    if is_out and transfer.n_live == 0:
-                        self._all_sent(transfer, now)
-                    elif transfer.bytes_done > transfer.bytes_told:
-                        self._tell_progress(transfer, now)
-                case State.SENT:
-                    pass
-                case State.ENDING:
-                    if transfer.n_live == 0:
-                        if now >= transfer.quiet_not_before:
-                            del self._transfers[transfer_id]
-                            self._quiet(transfer_id)
-                    elif now > transfer.drain_until:
-                        self.must_rebuild = True
+        for transfer in list(self._transfers.values()):
+            if transfer.state is State.OPEN:
+                if transfer.is_out:
+                    self._all_sent(transfer, now)
+                elif transfer.bytes_done > transfer.bytes_told:
+                    self._tell_progress(transfer, now)
+            elif transfer.state is State.ENDING:
+                if transfer.n_live == 0 and now >= transfer.quiet_not_before:
+                    del self._transfers[transfer.transfer_id]
+                    self._quiet(transfer.transfer_id)
+                elif transfer.n_live and now > transfer.drain_until:
+                    self.must_rebuild = True
 
     # ------------------------------------------------------------------ changes of one transfer
 
-    def _queue(self, transfer: _Transfer, receiver: int, command: plan_pb2.CopyPages) -> None:
+    def _queue(self, transfer: Transfer, receiver: int, command: plan_pb2.CopyPages) -> None:
         found: list[Share | None] = list(
             shares(
                 transfer.peer,
@@ -371,40 +274,26 @@ class Outgoing:
                 tokens=command.tokens,
             )
             records.append(record)
-            piece = _Piece(command.after_step, receiver, share, record)
+            piece = Piece(command.after_step, receiver, share, record)
             transfer.queues[receiver].append(piece)
 
-    def _ended(self, live: _Live) -> None:
-        pair = (live.transfer.peer.peer_id, live.piece.receiver)
-        self._pair_live[pair] -= 1
-        if self._pair_live[pair] == 0:
-            del self._pair_live[pair]
-        self._bytes_live -= live.piece.n_bytes
-        live.transfer.n_live -= 1
-        live.transfer.peer.n_live -= 1
-
-    def _account(self, transfer: _Transfer, piece: _Piece) -> None:
-        assert piece.share is not None
-        pool = piece.share.link.rows.pool
-        transfer.pool_bytes[pool] = transfer.pool_bytes.get(pool, 0) + piece.n_bytes
-        transfer.bytes_done += piece.n_bytes
-        self.bytes_total += piece.n_bytes
-
-    def _again(self, transfer: _Transfer, piece: _Piece, error: WriteFailed, now: float) -> None:
-        """Post a failed write once more, with the same sequence number; after that the peer counts as lost."""
-        if transfer.state is not State.OPEN:
-            return
-        if piece.record.repost >= MAX_REPOSTS:
+    def _failed(
+        self, transfer: Transfer, piece: Piece, error: PeerLost | WriteFailed, now: float
+    ) -> None:
+        """Post a failed write again, with the same sequence number; the peer is lost when that does not help."""
+        if isinstance(error, PeerLost):
+            self._lose(transfer.peer, str(error), now)
+        elif piece.record.repost >= MAX_REPOSTS:
             self._lose(transfer.peer, f"{error} (posted {MAX_REPOSTS + 1} times)", now)
-            return
-        piece.record = replace(piece.record, repost=piece.record.repost + 1)
-        transfer.records[piece.receiver][piece.record.seq] = piece.record
-        transfer.queues[piece.receiver].appendleft(piece)
+        elif transfer.state is State.OPEN:
+            piece.record = replace(piece.record, repost=piece.record.repost + 1)
+            transfer.records[piece.receiver][piece.record.seq] = piece.record
+            transfer.queues[piece.receiver].appendleft(piece)
 
-    def _all_sent(self, transfer: _Transfer, now: float) -> None:
+    def _all_sent(self, transfer: Transfer, now: float) -> None:
         self._tell_progress(transfer, now, is_due=True)
         transfer.state = State.SENT
-        transfer_id = transfer.start.transfer_id
+        transfer_id = transfer.transfer_id
         totals = [
             prefill_pb2.RecordTotal(
                 sender=self._peers.rank, receiver=receiver, records=len(records)
@@ -422,12 +311,12 @@ class Outgoing:
             self._transfers.pop(oldest, None)
             self._bury(oldest)
 
-    def _tell_progress(self, transfer: _Transfer, now: float, *, is_due: bool = False) -> None:
+    def _tell_progress(self, transfer: Transfer, now: float, *, is_due: bool = False) -> None:
         if not is_due and now - transfer.told_at < PROGRESS_S:
             return
         transfer.bytes_told, transfer.told_at = transfer.bytes_done, now
         progress = plan_pb2.TransferProgress(
-            transfer_id=transfer.start.transfer_id, bytes_done=transfer.bytes_done
+            transfer_id=transfer.transfer_id, bytes_done=transfer.bytes_done
         )
         self.statuses.append(Status(progress=progress))
 
@@ -442,7 +331,7 @@ class Outgoing:
 
     def _end(
         self,
-        transfer: _Transfer,
+        transfer: Transfer,
         reason: str,
         message: str,
         now: float,
@@ -454,17 +343,17 @@ class Outgoing:
             return
         self._begin_ending(transfer, now)
         failed = plan_pb2.TransferFailed(
-            transfer_id=transfer.start.transfer_id,
+            transfer_id=transfer.transfer_id,
             reason=reason,
             message=message,
             peer_lost=is_peer_lost,
         )
         self.statuses.append(Status(failed=failed))
 
-    def _begin_ending(self, transfer: _Transfer, now: float) -> None:
+    def _begin_ending(self, transfer: Transfer, now: float) -> None:
         transfer.state = State.ENDING
         transfer.drain_until = now + self._config.drain_s
-        self._sent.pop(transfer.start.transfer_id, None)
+        self._sent.pop(transfer.transfer_id, None)
         for queue in transfer.queues.values():
             queue.clear()
 
