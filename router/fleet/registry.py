@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k3.errors import NotFound, RequestRejected
 from k3.rpc.client import ChannelPool
+from k3.rpc.status import from_rpc_error
 from k3.v1 import instance_pb2, instance_pb2_grpc
 from router.fleet.instance import Instance, InstanceState, Lease, Role
 from router.fleet.pairing import (
@@ -35,6 +36,7 @@ log = logging.getLogger("k3.router.fleet")
 DESCRIBE_TIMEOUT_S = 1.0
 SNAPSHOT_TIMEOUT_S = 6.0  # three missed snapshots
 BACKOFF_S = (0.1, 2.0)
+STARTING_POLL_S = 0.2  # it answers, it only is not ready yet
 HEALTHY = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -205,6 +207,10 @@ class Registry:
                 reason = "the stream of snapshots ended"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                if from_rpc_error(error).code == "starting":
+                    instance.enter(InstanceState.PROBING, time.monotonic(), str(error.details()))
+                    await asyncio.sleep(STARTING_POLL_S)
+                    continue
             except TimeoutError:
                 reason = f"no snapshot for {SNAPSHOT_TIMEOUT_S:.0f} s"
             now = time.monotonic()
