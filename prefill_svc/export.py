@@ -40,6 +40,18 @@ class Stream(Protocol):
         ...
 
 
+class Prompts(Protocol):
+    """What the handoff may do to the scheduler."""
+
+    def abort(self, key: int) -> None:
+        """Compute nothing more for the prompt. Idempotent."""
+        ...
+
+    def release(self, key: int) -> None:
+        """Give back its pages and slot. Idempotent."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Export:
     """One request's way out. Tokens: `planned` are covered by plans, `computed` by acknowledged ones."""
@@ -56,9 +68,10 @@ class Export:
     pages: tuple[int, ...] = ()
     slot: int = 0
     n_copied: int = 0
+    prefilled: prefill_pb2.Prefilled | None = None
     prefilled_at: float | None = None
     opened_at: float = 0.0
-    committed_at: float = 0.0
+    committed_at: float | None = None
     sent: dict[int, plan_pb2.TransferSent] = field(default_factory=dict[int, plan_pb2.TransferSent])
     bytes_done: dict[int, int] = field(default_factory=dict[int, int])
     seq: int = 0
@@ -89,6 +102,11 @@ class Export:
         assert self.prefilled_at is not None
         return max(self.prefilled_at, self.opened_at)
 
+    @property
+    def tail_s(self) -> float | None:
+        """Length of the exposed tail, None before the commit."""
+        return None if self.committed_at is None else self.committed_at - self.tail_since
+
     def next_copy(self, page_tokens: int) -> plan_pb2.CopyPages | None:
         """The pages that are complete after the newest plan and were not copied yet, None without any.
 
@@ -118,7 +136,7 @@ class Export:
             totals=[total for rank in sorted(self.sent) for total in self.sent[rank].totals],
             draft_valid=False,
             bytes=self.total_bytes,
-            tail_s=self.committed_at - self.tail_since,
+            tail_s=self.tail_s or 0.0,
         )
 
     def progress(self) -> prefill_pb2.Progress:

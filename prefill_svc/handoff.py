@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from k3.config.tree import TransferConfig
 from k3.errors import (
@@ -26,21 +25,9 @@ from k3.errors import (
 from k3.v1 import plan_pb2, prefill_pb2
 from prefill_svc.core.scheduler import Chunk
 from prefill_svc.destination import check_destination
-from prefill_svc.export import Export, Phase, Stream
+from prefill_svc.export import Export, Phase, Prompts, Stream
 from prefill_svc.peers import Peer, Peers, SendCommand
 from prefill_svc.quiet import QuietBook
-
-
-class Prompts(Protocol):
-    """What the handoff may do to the scheduler."""
-
-    def abort(self, key: int) -> None:
-        """Compute nothing more for the prompt. Idempotent."""
-        ...
-
-    def release(self, key: int) -> None:
-        """Give back its pages and slot. Idempotent."""
-        ...
 
 
 @dataclass(slots=True)
@@ -100,7 +87,7 @@ class Handoff:
         export = self._exports.get(key)
         if export is None or export.phase not in (Phase.COMPUTING, Phase.OPEN):
             return
-        export.prefilled_at = self.clock()
+        export.prefilled, export.prefilled_at = message, self.clock()
         export.stream.send(prefill_pb2.PrefillResponse(prefilled=message))
         self._commit_if_complete(export)
 
@@ -391,7 +378,7 @@ class Handoff:
             text = f"no heartbeat echo for {times.self_fence_s:g} s from {export.peer.instance_id}"
             self._drain(export, Unavailable(text, code="self_fence"))
             return
-        if export.phase is Phase.COMMITTED:
+        if export.committed_at is not None:
             if now - export.committed_at >= times.lease_s:
                 text = f"no Received within {times.lease_s:g} s after Committed"
                 self._drain(export, DeadlineExceeded(text, code="not_received"))

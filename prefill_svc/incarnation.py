@@ -253,8 +253,7 @@ class Incarnation:
         if not self._starts:
             self.idle.set()
         self._observe(export)
-        now = self._clock()
-        tail_s = export.committed_at - export.tail_since if export.committed_at else None
+        first = export.prefilled
         log.info(
             "request finished",
             extra={
@@ -262,9 +261,10 @@ class Incarnation:
                 "attempt": start.attempt,
                 "peer": export.peer.instance_id,
                 "prompt_tokens": export.prompt_len,
+                "queue_s": None if first is None else first.queue_s,
+                "compute_s": None if first is None else first.compute_s,
+                "tail_s": export.tail_s,
                 "bytes": export.total_bytes,
-                "tail_s": tail_s,
-                "held_s": None if export.prefilled_at is None else now - export.prefilled_at,
                 "finish": "ok" if export.error is None else export.error.code,
                 "error": None if export.error is None else str(export.error),
             },
@@ -276,8 +276,8 @@ class Incarnation:
         for sent in export.sent.values():
             for pool, n_bytes in sent.bytes.items():
                 transfer.bytes.labels(_BYTE_KINDS.get(pool, "kda")).inc(n_bytes)
-        if export.committed_at:
-            transfer.seconds.observe(export.committed_at - export.tail_since)
+        if export.tail_s is not None:
+            transfer.seconds.observe(export.tail_s)
         elif export.destination is not None:
             code = "aborted" if export.error is None else export.error.code
             transfer.failures.labels(_FAILURES.get(code, "handle")).inc()

@@ -72,7 +72,6 @@ class Peer:
     last_used_s: float
     n_exports: int = 0
     is_lost: bool = False
-    draft_mismatch: bool = False
 
     @property
     def n_ranks(self) -> int:
@@ -193,8 +192,12 @@ class Peers:
             waiting=set(range(self.n_ranks)),
             connected=asyncio.get_running_loop().create_future(),
             last_used_s=self.clock(),
-            draft_mismatch=request.draft_fingerprint != self.identity.draft_fingerprint,
         )
+        if request.draft_fingerprint not in ("", self.identity.draft_fingerprint):
+            log.warning(
+                "draft rows are not sent: the drafters differ, requests start cold",
+                extra={"peer": request.instance_id},
+            )
         self._by_instance[request.instance_id] = peer
         self._by_id[peer.peer_id] = peer
         connect = plan_pb2.ConnectPeer(

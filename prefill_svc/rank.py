@@ -71,9 +71,8 @@ def _warm_up(context: RankContext, stage: ChunkStage) -> None:
     context.storage.zero_slot(0)
     progress = plan_pb2.LoadProgress(stage="warm-up", done=1, total=1)
     context.plans.send(plan_pb2.RankMessage(progress=progress))
-    ready = plan_pb2.RankReady(
-        pool_bytes=sum(pool.nbytes for pool in context.storage.pools.values()), weight_bytes=0
-    )
+    pool_bytes = sum(pool.nbytes for pool in context.storage.pools.values())
+    ready = plan_pb2.RankReady(pool_bytes=pool_bytes)
     context.plans.send(plan_pb2.RankMessage(ready=ready))
 
 

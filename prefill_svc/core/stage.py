@@ -109,11 +109,12 @@ class ChunkStage:
     def batch(self, chunks: Sequence[StageChunk]) -> ChunkBatch:
         """The chunks side by side, with the place of every token in the pools."""
         p, device = self.page_tokens, self.stage.device
-        cu_lens, ids, slots = [0], list[int](), list[int]()
+        cu_lens, ids, slots = [0], list[int](), list[Tensor]()
         for chunk in chunks:
             cu_lens.append(cu_lens[-1] + len(chunk.token_ids))
             ids += chunk.token_ids
-            slots += [chunk.pages[t // p] * p + t % p for t in range(chunk.start, chunk.end)]
+            positions = torch.arange(chunk.start, chunk.end)
+            slots.append(torch.tensor(chunk.pages)[positions // p] * p + positions % p)
         width = max(len(chunk.pages) for chunk in chunks)
         table = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         return ChunkBatch(
@@ -121,7 +122,7 @@ class ChunkStage:
             cu_lens=tuple(cu_lens),
             starts=tuple(chunk.start for chunk in chunks),
             page_table_RW=torch.tensor(table, dtype=torch.int32, device=device),
-            slot_T=torch.tensor(slots, dtype=torch.int64, device=device),
+            slot_T=torch.cat(slots).to(device),
             read_slots=tuple(chunk.read_slot for chunk in chunks),
             write_slots=tuple(chunk.write_slot for chunk in chunks),
         )
