@@ -21,12 +21,12 @@ from k3.config.rule import (
     indivisible,
     is_same_port,
     markdown,
-    missing_files,
     missing_model,
     no_page_fits,
     pool_below_longest,
     repeated,
     unreadable_model,
+    unusable_tls,
 )
 from k3.config.tree import EngineConfig, RouterConfig
 from k3.model.spec import K3Spec
@@ -238,10 +238,10 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         "TLS_FILES",
         ENGINES,
         ("serve.tls_cert", "serve.tls_key", "serve.tls_ca"),
-        "a TLS file does not exist",
+        "a TLS file does not exist, or certificate and key do not belong together",
         "the server could not start with TLS",
-        "correct the path or remove the setting",
-        lambda c: missing_files(c, ("serve.tls_cert", "serve.tls_key", "serve.tls_ca")),
+        "give PEM files without a passphrase, or remove the setting",
+        lambda c: unusable_tls(c, "serve"),
     ),
     Rule(
         "TLS_CLIENT_AUTH",
@@ -361,10 +361,10 @@ ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
         "FLEET_TLS_FILES",
         ROUTER,
         ("fleet.tls_ca", "fleet.tls_cert", "fleet.tls_key"),
-        "a TLS file does not exist",
+        "a TLS file does not exist, or certificate and key do not belong together",
         "the channels could not use TLS",
-        "correct the path or remove the setting",
-        lambda c: missing_files(c, ("fleet.tls_ca", "fleet.tls_cert", "fleet.tls_key")),
+        "give PEM files without a passphrase, or remove the setting",
+        lambda c: unusable_tls(c, "fleet"),
     ),
 )
 

@@ -7,6 +7,7 @@ keys), or the offending values as text. The table itself is `refusals.py`.
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +102,22 @@ def unreadable_model(model: ModelConfig) -> str | None:
     return None
 
 
-def missing_files(config: object, keys: Iterable[str]) -> str | None:
-    """Keys that name files which do not exist; an empty path names none."""
+def unusable_tls(config: object, section: str) -> str | None:
+    """Files of `section` (tls_cert, tls_key, tls_ca) that do not exist, or do not hold what they should."""
     values = flatten(config)
-    missing = [f"{k}={values[k]}" for k in keys if values[k] and not Path(str(values[k])).is_file()]
-    return ", ".join(missing) or None
+    cert, key, ca = (str(values[f"{section}.{name}"]) for name in ("tls_cert", "tls_key", "tls_ca"))
+    missing = [path for path in (cert, key, ca) if path and not Path(path).is_file()]
+    if missing:
+        return f"no such file: {', '.join(missing)}"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if cert and key:
+            context.load_cert_chain(cert, key, password="")
+        if ca:
+            context.load_verify_locations(ca)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        return f"{section}.tls_*: {error}"
+    return None
 
 
 def is_same_port(a: tuple[str, int], b: tuple[str, int]) -> bool:

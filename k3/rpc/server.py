@@ -6,6 +6,7 @@ passed, and turns exceptions into statuses by the table of `status.py`. Health a
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import socket
@@ -18,7 +19,7 @@ import grpc
 import grpc.aio
 
 from k3.config.tree import ServeConfig
-from k3.errors import DeadlineExceeded, K3Error, PortInUse
+from k3.errors import ConfigError, DeadlineExceeded, K3Error, PortInUse
 from k3.rpc.client import MAX_MESSAGE_BYTES
 from k3.rpc.status import INTERNAL, status_of, to_grpc, trailing_metadata
 from k3.telemetry import tracing
@@ -52,7 +53,7 @@ def make_server(n_requests: int) -> grpc.aio.Server:
 def bind(server: grpc.aio.Server, serve: ServeConfig) -> int:
     """Add the port of the configuration, with TLS when it names a certificate; returns the port.
 
-    Raises PortInUse naming a free port.
+    Raises PortInUse naming a free port, ConfigError for a host or a certificate that cannot be used.
     """
     check_port(serve.host, serve.port, "serve.port")
     address = f"{serve.host}:{serve.port}"
@@ -61,21 +62,26 @@ def bind(server: grpc.aio.Server, serve: ServeConfig) -> int:
             return server.add_secure_port(address, _Certificates(serve).credentials())
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise PortInUse(f"serve.port: cannot listen on {address}: {error}") from error
+        raise ConfigError(
+            f"serve.host, serve.port, serve.tls_*: gRPC cannot listen on {address}: {error}; "
+            "see its own lines above"
+        ) from error
 
 
 def check_port(host: str, port: int, setting: str) -> None:
-    """Raise PortInUse, naming a free one, when `port` cannot be bound on `host`; 0 always can."""
+    """Raise PortInUse, naming a free port, or ConfigError when `port` cannot be bound on `host`."""
     try:
         bound_socket(host, port).close()
     except OSError as error:
+        where = f"{setting}={port}: cannot listen on {host}:{port} ({error.strerror})"
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(
+                f"{where}; give an address of this machine and a port above 1023"
+            ) from error
         free = bound_socket(host, 0)
         suggestion = free.getsockname()[1]
         free.close()
-        raise PortInUse(
-            f"{setting}={port}: cannot listen on {host}:{port} ({error.strerror}); "
-            f"{suggestion} is free, for example"
-        ) from error
+        raise PortInUse(f"{where}; {suggestion} is free, for example") from error
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -40,6 +40,8 @@ ENGINE_CASES = [
     ("PREFILL_PATTERNS", "decode", {"serve.prefills": "somewhere"}),
     ("TLS_PAIR", "decode", {"serve.tls_cert": __file__}),
     ("TLS_FILES", "decode", {"serve.tls_ca": "/nowhere"}),
+    ("TLS_FILES", "decode", {"serve.tls_ca": __file__}),
+    ("TLS_FILES", "prefill", {"serve.tls_cert": __file__, "serve.tls_key": __file__}),
     ("TLS_CLIENT_AUTH", "decode", {"serve.tls_client_auth": "true"}),
     ("HEADS", "decode", {"parallel.tp": "3"}),
     ("STAGES", "prefill", {"parallel.pp": "99"}),
@@ -60,6 +62,7 @@ ROUTER_CASES = [
 COMPANIONS = {
     "HELIX_PIPELINE": {"PP_NOT_AVAILABLE", "CP_NOT_AVAILABLE"},
     "HEADS": {"TP_NOT_AVAILABLE"},
+    "FLEET_TLS_CA": {"FLEET_TLS_FILES"},
     "STAGES": {"PP_NOT_AVAILABLE"},
 }
 

@@ -191,3 +191,9 @@ async def test_two_servers_do_not_share_a_port():
         port = int(address.rpartition(":")[2])
         with pytest.raises(errors.PortInUse):
             server.bind(server.make_server(1), ServeConfig(port=port))
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
+async def test_a_host_of_another_machine_is_a_configuration_error(host):
+    with pytest.raises(errors.ConfigError, match="give an address of this machine"):
+        server.bind(server.make_server(1), ServeConfig(host=host, port=0))
