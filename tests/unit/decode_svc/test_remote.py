@@ -1,0 +1,189 @@
+"""`RemotePrefill` against a real gRPC server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from decode_svc.intake.remote import RemotePrefill
+from decode_svc.intake.source import Ended, Heard, Pair, PrefillLost, Proof
+from k3.config.tree import ServeConfig
+from k3.errors import LayoutMismatch, QueueFull, RequestAborted
+from k3.rpc import server as rpc_server
+from k3.rpc.client import ChannelPool
+from k3.v1 import prefill_pb2, prefill_pb2_grpc
+
+Handler = Callable[[AsyncIterator[Any], Any], AsyncIterator[prefill_pb2.PrefillResponse]]
+
+
+class Servicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Answers as the test says."""
+
+    def __init__(self) -> None:
+        self.instance_id = "prefill-1"
+        self.stream: Handler | None = None
+        self.heard: list[str | None] = []
+        self.is_cancelled = asyncio.Event()
+        self.state = prefill_pb2.QUIESCE_STATE_QUIESCED
+
+    async def Connect(self, request: Any, context: Any) -> prefill_pb2.ConnectResponse:
+        return prefill_pb2.ConnectResponse(
+            instance_id=self.instance_id, layout_fingerprint=request.layout_fingerprint
+        )
+
+    async def Quiesce(self, request: Any, context: Any) -> prefill_pb2.QuiesceResponse:
+        return prefill_pb2.QuiesceResponse(instance_id=self.instance_id, states=[self.state])
+
+    async def Prefill(self, messages: AsyncIterator[Any], context: Any) -> None:
+        assert self.stream is not None
+        try:
+            async for response in self.stream(messages, context):
+                await context.write(response)
+        except asyncio.CancelledError:
+            self.is_cancelled.set()
+            raise
+
+
+class Peer:
+    """A server, a client and what the client's stream delivers."""
+
+    def __init__(self, servicer: Servicer, server: grpc.aio.Server, port: int) -> None:
+        self.servicer = servicer
+        self.server = server
+        self.address = f"127.0.0.1:{port}"
+        self.channels = ChannelPool()
+        self.inbox: asyncio.Queue[Heard | Ended] = asyncio.Queue()
+        self.remote = RemotePrefill(self.channels, self._introduction, self._check)
+        self.pair = Pair(self.address, "prefill-1", prefill_pb2.Geometry())
+
+    def _introduction(self) -> prefill_pb2.ConnectRequest:
+        return prefill_pb2.ConnectRequest(instance_id="decode-1", layout_fingerprint="f")
+
+    def _check(self, answer: prefill_pb2.ConnectResponse) -> None:
+        if answer.layout_fingerprint != "f":
+            raise LayoutMismatch("differs")
+
+    async def next(self) -> Heard | Ended:
+        async with asyncio.timeout(10):
+            return await self.inbox.get()
+
+
+async def with_peer(story: Callable[[Peer], Awaitable[None]]) -> None:
+    server = rpc_server.make_server(8)
+    servicer = Servicer()
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    port = rpc_server.bind(server, ServeConfig(port=0))
+    await server.start()
+    peer = Peer(servicer, server, port)
+    try:
+        await story(peer)
+    finally:
+        await peer.channels.close()
+        await server.stop(0)
+
+
+def start() -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(start=prefill_pb2.Start(request_id="r"))
+
+
+async def test_connect_gives_the_answering_instance() -> None:
+    async def story(peer: Peer) -> None:
+        assert (await peer.remote.connect(peer.address)).instance_id == "prefill-1"
+
+    await with_peer(story)
+
+
+async def test_a_stream_delivers_messages_and_then_its_end_once() -> None:
+    async def echo(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for message in messages:
+            if message.WhichOneof("message") == "received":
+                return
+            yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.Accepted())
+
+    async def story(peer: Peer) -> None:
+        peer.servicer.stream = echo
+        call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+        await call.send(start())
+        assert isinstance(await peer.next(), Heard)
+        await call.send(prefill_pb2.PrefillRequest(received=prefill_pb2.Received(generation=1)))
+        assert await peer.next() == Ended(None)
+        await call.send(start())  # on an ended stream it is simply dropped
+        call.cancel()
+        call.cancel()
+        assert peer.inbox.empty()
+
+    await with_peer(story)
+
+
+async def test_an_error_of_ours_arrives_as_it_was_raised() -> None:
+    async def full(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        await anext(messages)
+        raise QueueFull("no room", code="reserve_wait", retry_after_s=4.0)
+        yield
+
+    async def story(peer: Peer) -> None:
+        peer.servicer.stream = full
+        call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+        await call.send(start())
+        ended = await peer.next()
+        assert isinstance(ended, Ended)
+        assert isinstance(ended.error, QueueFull)
+        assert (ended.error.code, ended.error.retry_after_s) == ("reserve_wait", 4.0)
+
+    await with_peer(story)
+
+
+async def test_a_server_that_goes_down_is_lost() -> None:
+    async def hang(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.Accepted())
+        await asyncio.Event().wait()
+
+    async def story(peer: Peer) -> None:
+        peer.servicer.stream = hang
+        call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+        await call.send(start())
+        assert isinstance(await peer.next(), Heard)
+        await peer.server.stop(0)
+        ended = await peer.next()
+        assert isinstance(ended, Ended)
+        assert isinstance(ended.error, PrefillLost)
+        with pytest.raises(PrefillLost) as caught:
+            await peer.remote.quiesce(peer.pair, 5)
+        assert caught.value.code == "refused", str(caught.value)
+
+    await with_peer(story)
+
+
+async def test_cancelling_reaches_the_server_and_is_told_here() -> None:
+    async def hang(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.Accepted())
+        await asyncio.Event().wait()
+
+    async def story(peer: Peer) -> None:
+        peer.servicer.stream = hang
+        call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+        await call.send(start())
+        await peer.next()
+        call.cancel()
+        ended = await peer.next()
+        assert isinstance(ended, Ended)
+        assert isinstance(ended.error, RequestAborted)
+        async with asyncio.timeout(10):
+            await peer.servicer.is_cancelled.wait()
+
+    await with_peer(story)
+
+
+async def test_quiesce_tells_quiet_draining_and_dead_apart() -> None:
+    async def story(peer: Peer) -> None:
+        assert await peer.remote.quiesce(peer.pair, 5) is Proof.QUIET
+        peer.servicer.state = prefill_pb2.QUIESCE_STATE_STILL_DRAINING
+        assert await peer.remote.quiesce(peer.pair, 5) is Proof.DRAINING
+        peer.servicer.instance_id = "prefill-2"
+        assert await peer.remote.quiesce(peer.pair, 5) is Proof.DEAD
+
+    await with_peer(story)
