@@ -130,7 +130,7 @@ async def test_cancelling_a_stream_ends_its_generator():
         call = stub.Watch(instance_pb2.WatchRequest())
         assert (await call.read()).instance_id == "0"
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await scripted.closed.wait()
 
 

@@ -109,7 +109,7 @@ class Running:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def until(self, condition, what: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not await condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -120,7 +120,7 @@ class Running:
         await self.until(ready, "ready")
 
     async def ended(self) -> int:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.task
 
 
@@ -144,14 +144,14 @@ async def running(
     prepare(scripted)
     work = engine.serve(scripted, config, lambda server: None, [SERVICE], PrefillMetrics())
     served = Running(scripted, asyncio.create_task(work), config)
-    await served.pool.ready(served.address, 5)
+    await served.pool.ready(served.address, 20)
     try:
         yield served
     finally:
         if not served.task.done():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait([served.task], timeout=5)
+            await asyncio.wait([served.task], timeout=20)
         await served.pool.close()
 
 
@@ -355,7 +355,7 @@ async def test_a_failed_start_ends_with_its_own_code(error, code):
     scripted = ScriptedEngine()
     prepare(scripted)
     work = engine.serve(scripted, configuration(), lambda server: None, [SERVICE], PrefillMetrics())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await work == code
     assert scripted.n_stops >= 1
 
