@@ -16,7 +16,8 @@ from typing import Protocol
 from decode_svc import wire
 from decode_svc.deployment import Deployment
 from decode_svc.generation import Generation
-from decode_svc.intake.intake import Identity, Intake, IntakeConfig
+from decode_svc.intake.filling import Identity, IntakeConfig
+from decode_svc.intake.intake import Intake
 from decode_svc.intake.source import PrefillSource
 from decode_svc.request import RequestSpec, State
 from k3.errors import K3Error
