@@ -89,10 +89,15 @@ class AsyncChannel:
         self._reader = reader
         self._writer = writer
 
-    async def send(self, message: Message) -> None:
-        """Queue one frame and wait while too much is queued. Raises OSError when the peer is gone."""
+    async def send(self, message: Message, deadline_s: float) -> None:
+        """Queue one frame and wait while too much is queued.
+
+        Raises OSError when the peer is gone, TimeoutError when it has not read for `deadline_s`.
+        """
         self._writer.write(encode(message))
-        await self._writer.drain()
+        if self._writer.transport.get_write_buffer_size() > 0:
+            async with asyncio.timeout(deadline_s):
+                await self._writer.drain()
 
     async def receive(self, kind: type[M]) -> M:
         """Wait for the next frame. Raises EOFError at the end, ConnectionError for a bad frame."""

@@ -34,7 +34,7 @@ from k3.parallel.mesh import Mesh
 from k3.rank.channel import Address, BlockingChannel, parse_address
 from k3.rank.context import PlanEnd, RankContext
 from k3.rank.mover import Mover, MoverCore
-from k3.rank.supervise import TOKEN_VARIABLE
+from k3.rank.process import TOKEN_VARIABLE
 from k3.transfer.agent import Region, TransferAgent
 from k3.transfer.nixl import NIXL_VERSION, NixlAgent
 from k3.transfer.plan import Sharding

@@ -15,7 +15,6 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import deque
@@ -24,43 +23,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from k3.config.tree import EngineConfig, TransferConfig
+from k3.config.tree import EngineConfig
 from k3.errors import ConfigError, GroupFailed, K3Error, ModelError
 from k3.rank.channel import AsyncChannel, UnixAddress, listen
+from k3.rank.mailbox import Mailbox
+from k3.rank.process import RankProcess, environment
 from k3.v1 import plan_pb2
 
 log = logging.getLogger("k3.rank")
 
-TOKEN_VARIABLE = "K3_RANK_TOKEN"
 HELLO_S = 10.0
-HEARTBEAT_LIMIT_S = 10.0
+SEND_S = 10.0
+FAREWELL_S = 0.5
+SILENCE_S = 10.0
 WATCH_S = 0.5
 DUMP_S = 1.0
-GRIEF_S = 1.0  # a closed connection waits this long for the reason
+TERM_S, KILL_S = 2.0, 5.0  # what a terminated, a killed rank may take
+GRIEF_S = 0.5  # a closed connection waits this long for the reason
 QUEUE = 4096
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 T = TypeVar("T")
 
 
-def transfer_environment(config: TransferConfig) -> dict[str, str]:
-    """What UCX and NIXL need beyond their defaults; variables that are set already win."""
-    environment = {"UCX_TCP_USER_TIMEOUT": "5s", "NIXL_LOG_LEVEL": "WARN"}
-    if config.port_range:
-        environment["UCX_TCP_PORT_RANGE"] = config.port_range
-    return environment
-
-
 @dataclass(slots=True)
 class _Rank:
-    """One rank; futures hold until its connections and first messages are here."""
+    """What is known of one rank; channels by connection."""
 
-    process: asyncio.subprocess.Process | None = None
+    process: RankProcess | None = None
     channels: dict[int, AsyncChannel] = field(default_factory=dict[int, AsyncChannel])
     is_ready: bool = False
     mover: plan_pb2.MoverReady | None = None
     beat_at: float = 0.0
-    tail: deque[str] = field(default_factory=lambda: deque[str](maxlen=20))
 
 
 class RankGroup:
@@ -83,12 +76,11 @@ class RankGroup:
         self._on_progress = on_progress
         self._ranks = [_Rank() for _ in range(n_ranks)]
         self._token = secrets.token_hex(16)
-        self._results: asyncio.Queue[plan_pb2.StepResult] = asyncio.Queue(QUEUE)
-        self._statuses: asyncio.Queue[tuple[int, plan_pb2.TransferStatus]] = asyncio.Queue(QUEUE)
+        self._results: Mailbox[plan_pb2.StepResult] = Mailbox(QUEUE)
+        self._statuses: Mailbox[tuple[int, plan_pb2.TransferStatus]] = Mailbox(QUEUE)
         self._unanswered: deque[float] = deque()
         self._changed = asyncio.Event()
         self._failure: K3Error | None = None
-        self._failed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._folder: Path | None = None
@@ -110,7 +102,7 @@ class RankGroup:
         try:
             await self._spawn_all()
             async with asyncio.timeout(deadline_s):
-                await self._until(self._all_ready())
+                await self._all_ready()
         except TimeoutError as error:
             late = [r for r, rank in enumerate(self._ranks) if not rank.is_ready]
             await self.stop()
@@ -133,8 +125,7 @@ class RankGroup:
             channel = rank.channels.get(plan_pb2.CONNECTION_PLAN)
             if channel is not None:
                 with contextlib.suppress(OSError, TimeoutError):
-                    async with asyncio.timeout(0.5):
-                        await channel.send(farewell)
+                    await channel.send(farewell, FAREWELL_S)
         is_lost = self._failure is not None or not all(rank.is_ready for rank in self._ranks)
         await self._reap(0.0 if is_lost else grace_s)
         if self._server is not None:
@@ -159,43 +150,34 @@ class RankGroup:
                 f"socket path {path} has {len(str(path))} characters, at most 100 fit; set TMPDIR to a shorter folder"
             )
         self._server = await listen(UnixAddress(str(path)), self._greet)
-        environment = {
-            **transfer_environment(self._config.transfer),
-            "OMP_NUM_THREADS": str(max(1, self._config.backends.threads)),
-            # Spinning threads of several ranks on shared cores cost a hundredfold.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **os.environ,
-            TOKEN_VARIABLE: self._token,
-        }
+        env = environment(self._config, self._token)
         for number, rank in enumerate(self._ranks):
-            rank.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "k3.rank.main"),
-                *("--service", self._service, "--rank", str(number)),
-                *("--front", f"unix:{path}", "--parent", str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
+            rank.process = await RankProcess.spawn(
+                self._service, number, UnixAddress(str(path)), env
             )
-            self._own(self._forward_output(number, rank.process), f"output of rank {number}")
+            self._own(rank.process.forward_output(), f"output of rank {number}")
             self._own(self._await_exit(number, rank.process), f"exit of rank {number}")
 
     async def _all_ready(self) -> None:
         while not all(rank.is_ready and rank.mover is not None for rank in self._ranks):
+            if self._failure is not None:
+                raise self._failure
             self._changed.clear()
             await self._changed.wait()
 
     async def _reap(self, grace_s: float) -> None:
         processes = [rank.process for rank in self._ranks if rank.process is not None]
-        for patience_s, force in ((grace_s, signal.SIGTERM), (2.0, signal.SIGKILL), (5.0, None)):
+        for patience_s, force in (
+            (grace_s, signal.SIGTERM),
+            (TERM_S, signal.SIGKILL),
+            (KILL_S, None),
+        ):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await asyncio.gather(*(process.wait() for process in processes))
             for process in processes:
-                if process.returncode is None and force is not None:
-                    process.send_signal(signal.SIGCONT)  # a stopped process cannot end
-                    process.send_signal(force)
+                if force is not None:
+                    process.wake_and_signal(force)
 
     # ------------------------------------------------------------------ what the driver uses
 
@@ -208,7 +190,7 @@ class RankGroup:
 
     async def next_result(self) -> plan_pb2.StepResult:
         """The acknowledgement of the oldest unanswered plan. Raises GroupFailed, also when it is overdue."""
-        return await self._until(self._results.get())
+        return await self._results.get()
 
     async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
         """Give one command to a rank's mover. Raises GroupFailed."""
@@ -216,29 +198,16 @@ class RankGroup:
 
     async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
         """(rank, status) of any mover, heartbeats included. Raises GroupFailed."""
-        return await self._until(self._statuses.get())
+        return await self._statuses.get()
 
     async def _send(self, number: int, connection: int, message: Any) -> None:
         if self._failure is not None:
             raise self._failure
         try:
-            await self._until(self._ranks[number].channels[connection].send(message))
-        except OSError as error:
-            await self._mourn(number, f"its connection broke: {error}")
+            await self._ranks[number].channels[connection].send(message, SEND_S)
+        except (OSError, TimeoutError) as error:
+            await self._mourn(number, f"it takes no messages: {error or 'its buffer is full'}")
             raise self._failure or GroupFailed(f"rank {number} is gone") from error
-
-    async def _until(self, wanted: Coroutine[Any, Any, T]) -> T:
-        """Await something, unless the group fails first."""
-        task = asyncio.ensure_future(wanted)
-        failed = asyncio.ensure_future(self._failed.wait())
-        try:
-            await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and self._failure is not None:
-                raise self._failure
-            return await task
-        finally:
-            task.cancel()
-            failed.cancel()
 
     # ------------------------------------------------------------------ connections
 
@@ -260,7 +229,7 @@ class RankGroup:
             return
         self._ranks[hello.rank].channels[hello.connection] = channel
         if hello.connection == plan_pb2.CONNECTION_PLAN:
-            await channel.send(plan_pb2.FrontMessage(setup=self._setup))
+            await channel.send(plan_pb2.FrontMessage(setup=self._setup), SEND_S)
             self._own(self._read_plans(hello.rank, channel), f"plans of rank {hello.rank}")
         else:
             self._own(self._read_statuses(hello.rank, channel), f"mover {hello.rank}")
@@ -287,6 +256,8 @@ class RankGroup:
                         raise ConnectionError(f"unexpected {other!r} on the plan connection")
         except (EOFError, ConnectionError) as error:
             await self._mourn(number, str(error))
+        except K3Error:
+            return  # the group has failed, nobody reads any more
 
     async def _read_statuses(self, number: int, channel: AsyncChannel) -> None:
         rank = self._ranks[number]
@@ -301,6 +272,8 @@ class RankGroup:
                     await self._statuses.put((number, status))
         except (EOFError, ConnectionError) as error:
             await self._mourn(number, str(error))
+        except K3Error:
+            return  # the group has failed, nobody reads any more
 
     # ------------------------------------------------------------------ watching
 
@@ -311,14 +284,14 @@ class RankGroup:
         while self._failure is None:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
-            if now - looked_at > HEARTBEAT_LIMIT_S / 2:
+            if now - looked_at > SILENCE_S / 2:
                 for rank in self._ranks:
                     rank.beat_at = now
                 self._unanswered = deque(now for _ in self._unanswered)
             looked_at = now
             for number, rank in enumerate(self._ranks):
-                if now - rank.beat_at > HEARTBEAT_LIMIT_S:
-                    self._fail(self._lost(number, f"no sign of life for {HEARTBEAT_LIMIT_S:.0f} s"))
+                if now - rank.beat_at > SILENCE_S:
+                    self._fail(self._lost(number, f"no sign of life for {SILENCE_S:.0f} s"))
             if self._unanswered and now - self._unanswered[0] > timeout_s:
                 await self._dump_stacks()
                 self._fail(
@@ -330,32 +303,34 @@ class RankGroup:
 
     async def _dump_stacks(self) -> None:
         for rank in self._ranks:
-            if rank.process is not None and rank.process.returncode is None:
-                rank.process.send_signal(signal.SIGCONT)  # a stopped process dumps nothing
-                rank.process.send_signal(signal.SIGUSR1)
+            if rank.process is not None:
+                rank.process.wake_and_signal(signal.SIGUSR1)
         await asyncio.sleep(DUMP_S)
 
-    async def _await_exit(self, number: int, process: asyncio.subprocess.Process) -> None:
+    async def _await_exit(self, number: int, process: RankProcess) -> None:
         code = await process.wait()
         if not self._is_stopping:
+            await asyncio.sleep(
+                GRIEF_S
+            )  # its last words, still in the connection, are the better reason
             await self._mourn(number, "its process ended")
         elif code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-            log.warning("rank %d ended with %s", number, _exit_text(code))
+            log.warning("rank %d ended with %s", number, process.end)
 
     async def _mourn(self, number: int, reason: str) -> None:
-        """Fail the group; the rank's own word or exit status, when it comes soon, is the better reason."""
+        """Fail the group; the rank's exit status, when it comes soon, is the better reason."""
         process = self._ranks[number].process
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRIEF_S):
-                if process is not None:
+        if process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRIEF_S):
                     await process.wait()
-        await asyncio.sleep(0)
-        if process is not None and process.returncode is not None:
-            reason = f"it ended with {_exit_text(process.returncode)}"
+            if not process.is_running:
+                reason = f"it ended with {process.end}"
         self._fail(self._lost(number, reason))
 
     def _lost(self, number: int, reason: str) -> GroupFailed:
-        last = self._ranks[number].tail[-1] if self._ranks[number].tail else "nothing"
+        process = self._ranks[number].process
+        last = "nothing" if process is None else process.last_output
         return GroupFailed(
             f"rank {number} of {self._service} is lost: {reason}; its last output: {last}"
         )
@@ -366,28 +341,9 @@ class RankGroup:
             self._failure = error
             if not self._is_stopping:
                 log.error("rank group failed: %s", error)
-            self._failed.set()
-
-    async def _forward_output(self, number: int, process: asyncio.subprocess.Process) -> None:
-        """Lines of a rank go to the log under its number, at the level they name."""
-        assert process.stdout is not None
-        rest = b""
-        while data := await process.stdout.read(1 << 16):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._log_line(number, line)
-            rest = rest[-(1 << 16) :]
-        if rest:
-            self._log_line(number, rest)
-
-    def _log_line(self, number: int, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        if not text:
-            return
-        self._ranks[number].tail.append(text)
-        word, _space, message = text.partition(" ")
-        level, text = (word, message) if word in LEVELS else ("INFO", text)
-        log.log(getattr(logging, level), "rank %d: %s", number, text)
+            self._results.fail(error)
+            self._statuses.fail(error)
+            self._changed.set()
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=f"{self._service}: {name}")
@@ -404,10 +360,6 @@ def _error_of(number: int, error: plan_pb2.RankError) -> K3Error:
             return ConfigError(text)
         case _:
             return GroupFailed(f"rank {number} failed: {error.message}")
-
-
-def _exit_text(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def _free_port() -> int:

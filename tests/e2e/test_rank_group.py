@@ -175,7 +175,7 @@ async def test_a_stranger_on_the_socket_is_refused():
         reader, writer = await asyncio.open_unix_connection(f"{folder}/front")
         channel = AsyncChannel(reader, writer)
         hello = plan_pb2.Hello(rank=0, token="guess", connection=plan_pb2.CONNECTION_PLAN)
-        await channel.send(plan_pb2.RankMessage(hello=hello))
+        await channel.send(plan_pb2.RankMessage(hello=hello), 5.0)
         with pytest.raises(EOFError):
             async with asyncio.timeout(5):
                 await channel.receive(plan_pb2.FrontMessage)

@@ -121,7 +121,7 @@ async def test_both_ends_talk_over_both_addresses(kind, tmp_path):
         rank, front = await asyncio.gather(dialled, met.get())
         rank.send(result(9))
         assert await front.receive(plan_pb2.RankMessage) == result(9)
-        await front.send(result(10))
+        await front.send(result(10), 5.0)
         assert await asyncio.to_thread(rank.receive, plan_pb2.RankMessage) == result(10)
         rank.close()
         with pytest.raises(EOFError):
