@@ -119,8 +119,7 @@ class Handoff:
 
     def quiesce(self, request: prefill_pb2.QuiesceRequest) -> list[prefill_pb2.QuiesceState]:
         """State of transfers whose stream was lost, in the order asked; running ones are aborted."""
-        is_ours = request.prefill_instance_id == self.peers.identity.instance_id
-        return [self._quiesce_one(transfer_id, is_ours) for transfer_id in request.transfer_ids]
+        return [self._quiesce_one(transfer_id, request) for transfer_id in request.transfer_ids]
 
     # ------------------------------------------------------------ from ranks
 
@@ -267,11 +266,11 @@ class Handoff:
         export = self._by_transfer.get(failed.transfer_id)
         if export is None:
             return
-        error = TransferError(
-            f"rank {rank} could not write to {export.peer.instance_id}: {failed.reason}: "
-            f"{failed.message}",
-            code=f"transfer_{failed.reason}" if failed.reason else None,
-        )
+        text = f"rank {rank} could not write to {export.peer.instance_id}: {failed.message}"
+        if failed.peer_lost:
+            error: K3Error = Unavailable(text, code="peer_lost")
+        else:
+            error = TransferError(text, code=f"transfer_{failed.reason}")
         self._drain(export, error)
         if failed.peer_lost:
             self._lose_peer(export.peer, failed.message)
@@ -340,15 +339,19 @@ class Handoff:
         export.stream.finish(error)
         self.on_end(export)
 
-    def _quiesce_one(self, transfer_id: int, is_ours: bool) -> prefill_pb2.QuiesceState:
+    def _quiesce_one(
+        self, transfer_id: int, request: prefill_pb2.QuiesceRequest
+    ) -> prefill_pb2.QuiesceState:
         export = self._by_transfer.get(transfer_id)
         if export is not None:
+            if export.peer.instance_id != request.instance_id:
+                return prefill_pb2.QUIESCE_STATE_UNSPECIFIED  # not the caller's to end
             self.lost(export)
         if self._quiet.is_draining(transfer_id):
             return prefill_pb2.QUIESCE_STATE_STILL_DRAINING
         if self._quiet.is_over(transfer_id):
             return prefill_pb2.QUIESCE_STATE_QUIESCED
-        if not is_ours:
+        if request.prefill_instance_id != self.peers.identity.instance_id:
             return prefill_pb2.QUIESCE_STATE_UNSPECIFIED
         self._quiet.bury(transfer_id, self.clock())
         return prefill_pb2.QUIESCE_STATE_QUIESCED

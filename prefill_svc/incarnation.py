@@ -313,7 +313,6 @@ _BYTE_KINDS = {"latent": "kv", "kda": "kda", "conv": "kda", "draft": "draft"}
 _FAILURES = {
     "aborted": "aborted",
     "transfer_stalled": "stalled",
-    "transfer_peer_lost": "peer_lost",
     "peer_lost": "peer_lost",
     "self_fence": "lease",
     "not_received": "lease",

@@ -130,9 +130,11 @@ class World:
             self.clock.now_s = min(until, self.clock.now_s + 0.25)
             self.handoff.tick()
 
-    def quiesce(self, *transfer_ids: int, instance: str = "prefill-1") -> list[int]:
+    def quiesce(
+        self, *transfer_ids: int, instance: str = "prefill-1", caller: str = "d1"
+    ) -> list[int]:
         request = prefill_pb2.QuiesceRequest(
-            prefill_instance_id=instance, transfer_ids=transfer_ids
+            instance_id=caller, prefill_instance_id=instance, transfer_ids=transfer_ids
         )
         return list(self.handoff.quiesce(request))
 
@@ -307,6 +309,15 @@ def test_an_unknown_transfer_of_another_incarnation_is_not_vouched_for() -> None
     assert states == [prefill_pb2.QUIESCE_STATE_UNSPECIFIED]
 
 
+def test_nobody_can_end_the_transfer_of_another_instance() -> None:
+    world = World()
+    export, stream = world.open(5)
+    world.send_destination(export)
+    assert world.quiesce(77, caller="d2") == [prefill_pb2.QUIESCE_STATE_UNSPECIFIED]
+    assert not stream.is_finished
+    assert export.phase is Phase.OPEN
+
+
 def test_a_second_destination_is_refused() -> None:
     world = World()
     export, stream = world.open(5)
@@ -374,7 +385,7 @@ def test_a_lost_peer_fails_all_its_requests_and_must_connect_again() -> None:
         world.peers.find("d1")
     assert not any(c.HasField("drop_peer") for _, c in world.movers.commands)
     world.quiet_all()
-    assert isinstance(first_stream.error, TransferError)
+    assert isinstance(first_stream.error, Unavailable)
     dropped = [rank for rank, c in world.movers.commands if c.HasField("drop_peer")]
     assert dropped == [0, 1], "forgotten once nothing runs to it"
 
