@@ -210,11 +210,13 @@ class LocalCluster:
             raise
 
     def spawn(self, member: Member) -> None:
-        """Start (again) the process of one member."""
+        """Start the process of one member; again once the last one has ended."""
         if self._folder is None:
             raise RuntimeError("the cluster is not started")
         env = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}
         env |= dict(self.options.env)
+        if member.process is not None:
+            member.process.wait(timeout=10.0)
         member.tail.clear()
         member.process = subprocess.Popen(
             member.command(),

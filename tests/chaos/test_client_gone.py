@@ -9,14 +9,14 @@ from tests.e2e.cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.chaos
 
-LONG = 600  # with 8 tokens a step, 75 steps of prefill
+LONG = 1600  # with 16 tokens a step, 100 steps of prefill
 MANY = 1200  # output tokens: seconds of decoding
 
 
 @pytest.fixture(scope="module")
 def cluster(folder):
     with Cluster(
-        prefill_flags=flags(folder, "--schedule-token-budget", "8"),
+        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
         decode_flags=flags(folder, "--schedule-max-rows", "1"),
         router_flags=router_flags(folder),
     ) as running:

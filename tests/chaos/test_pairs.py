@@ -14,7 +14,7 @@ from tests.e2e.cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.chaos
 
-LONG = 600
+LONG = 1600  # with 16 tokens a step, 100 steps of prefill
 
 
 def test_a_pair_with_different_layouts_never_serves_and_says_why(folder, prompt_of):
@@ -48,7 +48,7 @@ def cluster_engines_ready(cluster: Cluster) -> bool:
 def cluster(folder):
     """A real asynchronous wire: without it, memory of this host is copied inside the post."""
     with Cluster(
-        prefill_flags=flags(folder, "--schedule-token-budget", "8"),
+        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
         decode_flags=flags(folder),
         router_flags=router_flags(folder),
         env={"UCX_TLS": "self,tcp", "UCX_NET_DEVICES": "lo"},

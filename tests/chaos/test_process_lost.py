@@ -14,14 +14,14 @@ from tests.e2e.cluster import Cluster, is_alive, wait_for
 pytestmark = pytest.mark.chaos
 
 MANY = 1500
-LONG = 600
+LONG = 1600  # with 16 tokens a step, 100 steps of prefill
 BACK_S = 60.0  # a front or a rank group is back and found by the router
 
 
 @pytest.fixture(scope="module")
 def cluster(folder):
     with Cluster(
-        prefill_flags=flags(folder, "--schedule-token-budget", "8"),
+        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
         decode_flags=flags(folder),
         router_flags=router_flags(folder),
     ) as running:
@@ -100,10 +100,16 @@ def test_another_candidate_serves_when_a_prefill_dies_before_the_first_token(
 ):
     with Cluster(
         n_prefills=2,
-        prefill_flags=flags(folder, "--schedule-token-budget", "8"),
+        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
         decode_flags=flags(folder),
         router_flags=router_flags(folder),
     ) as cluster:
+        up = {"instance_role": "prefill"}
+        wait_for(
+            lambda: cluster.gauge(cluster.router, "k3_router_instance_up", **up) == 2,
+            30,
+            "the router to know both prefills",
+        )
         generation = Generation(cluster.url, prompt_of(LONG), max_tokens=12)
         busy = wait_for(
             lambda: next(
