@@ -18,9 +18,14 @@ from k3_kernels.reference.precision import wide
 
 def _filter(inputs_HSDX: Tensor, weight_HSDw: Tensor) -> Tensor:
     """Silu of the convolution over the last axis; w - 1 shorter than the inputs, wide dtype."""
-    acc = wide(inputs_HSDX.dtype)
-    windows = inputs_HSDX.to(acc).unfold(-1, weight_HSDw.shape[-1], 1)
-    return torch.nn.functional.silu((windows * weight_HSDw.to(acc).unsqueeze(-2)).sum(-1))
+    u = inputs_HSDX.to(wide(inputs_HSDX.dtype))
+    weight = weight_HSDw.to(u.dtype).unsqueeze(-1)
+    width = weight_HSDw.shape[-1]
+    n = u.shape[-1] - width + 1
+    y = weight[..., 0, :] * u[..., :n]
+    for tap in range(1, width):
+        y.addcmul_(weight[..., tap, :], u[..., tap : tap + n])
+    return torch.nn.functional.silu(y)
 
 
 def chunk(u_THSD: Tensor, weight_HSDw: Tensor, window_HSDX: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,10 +98,9 @@ def _tiles(
     total = g.cumsum(2)
     later = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
     between = total.unsqueeze(3) - total.unsqueeze(2)  # [n, H, C, C, D], i then j
-    decay = between.masked_fill_(later.unsqueeze(-1), float("-inf")).exp_()
-    decayed_k = decay * k.unsqueeze(2)
-    inner = (decayed_k @ k.unsqueeze(-1)).squeeze(-1) * beta  # j <= i
-    attend = (decayed_k @ q.unsqueeze(-1)).squeeze(-1)
+    decayed_k = between.masked_fill_(later.unsqueeze(-1), float("-inf")).exp_().mul_(k.unsqueeze(2))
+    inner, attend = (decayed_k @ torch.stack((k, q), -1)).unbind(-1)  # [n, H, C, C], j <= i
+    inner = inner * beta
     grown = total.exp()
     weighted = torch.cat((v, grown * k), -1) * beta
     solved = torch.linalg.solve_triangular(inner, weighted, upper=False, unitriangular=True)
