@@ -219,6 +219,8 @@ class Filling:
             if isinstance(error, PrefillLost) and attempt.accepted:
                 self._deaths += 1
             self._retire(attempt, error)
+            if isinstance(error, RequestRejected) and attempt.accepted:
+                raise TransferError(f"prefill refused what we sent: {error}") from error
             raise
         if attempt.stopped:
             self._give_up(prefill_pb2.ABORT_REASON_STOPPED)

@@ -84,11 +84,9 @@ class VerifyStep:
         """One group for each of `rows` (distinct). max_base: upper bound of every row's base."""
         table, bucket = self._table, self._runner.bucket(len(rows))
         self._compose(tuple(rows), bucket)
-        started = time.perf_counter()
-        batch, logits = self._runner.run(
+        batch, logits, forward_s = self._runner.run(
             bucket, lambda: self._forward(bucket, max_base + self.group)
         )
-        forward_s = time.perf_counter() - started
         counts = [table.counts(row) for row in rows]
         drawn_BG = self._recipe.draw(logits, batch.next_T, counts).view(bucket, self.group)
         accepted_B = accept(drawn_BG, batch.drafts_BK, table.draft_len_R[batch.rows_B])
@@ -111,11 +109,13 @@ class VerifyStep:
         self._recipe = Recipe(sampling, group=self.group, device=self._table.device)
         self._composition = composition
 
-    def _forward(self, bucket: int, max_len: int) -> tuple[GroupBatch, Tensor]:
+    def _forward(self, bucket: int, max_len: int) -> tuple[GroupBatch, Tensor, float]:
+        """The step's batch, its logits, and the seconds the model took (of the launch, on a GPU)."""
         batch = self._buffers.derive(bucket, max_len)
-        stage = self._stage
+        stage, started = self._stage, time.perf_counter()
         frame = stage.forward(None, self._caches, batch.verify).frame
-        return batch, stage.logits(stage.hidden(frame))
+        logits = stage.logits(stage.hidden(frame))
+        return batch, logits, time.perf_counter() - started
 
     def _agree(self, drawn_BG: Tensor, accepted_B: Tensor) -> tuple[Tensor, Tensor]:
         """Every rank takes rank 0's decision."""

@@ -161,6 +161,12 @@ def test_top_p_keeps_the_token_that_crosses_the_mass() -> None:
     assert set(draw(values, SamplingParams(seed=3, top_p=0.49), range(2000))) == {3}
 
 
+def test_top_p_takes_equal_tokens_in_order_of_their_ids() -> None:
+    values = torch.zeros(1, V)  # all equal: the first ones whose preceding mass is below 0.2
+    kept = set(draw(values, SamplingParams(seed=3, top_p=0.2), range(4000)))
+    assert kept == set(range(math.ceil(0.2 * V)))
+
+
 def test_top_p_of_one_keeps_every_token() -> None:
     values = torch.zeros(1, V)
     mixed = Recipe([RowSampling(SamplingParams(seed=i, top_p=p)) for i, p in [(1, 0.5), (2, 1.0)]])
