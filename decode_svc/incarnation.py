@@ -76,6 +76,7 @@ class Incarnation:
         self._metrics = metrics
         self._on_change = on_change
         self._generations: dict[int, Generation] = {}
+        self._fenced: dict[int, int] = {}
         self._may_plan = asyncio.Event()
         self._may_admit = asyncio.Event()
         self._stop = asyncio.Event()
@@ -214,15 +215,27 @@ class Incarnation:
     async def _listen(self) -> None:
         while True:
             rank, status = await self._ranks.next_status()
-            if status.WhichOneof("status") == "ready":
-                self._movers[rank] = status.ready
+            match status.WhichOneof("status"):
+                case "ready":
+                    self._movers[rank] = status.ready
+                case "heartbeat":
+                    self._count_fenced(rank, status.heartbeat.fenced_records)
+                case _:
+                    pass
             self.intake.on_status(rank, status)
+
+    def _count_fenced(self, rank: int, total: int) -> None:
+        """Movers count records they dropped since their start."""
+        before = self._fenced.get(rank, 0)
+        self._metrics.transfer.fenced_writes.inc(max(0, total - before))
+        self._fenced[rank] = total
 
     async def _tick(self) -> None:
         """What no event announces: bugs in tasks, and quarantine that has grown too far."""
         cap = self._deployment.config.transfer.quarantine_cap
         while True:
             await asyncio.sleep(TICK_S)
+            self._metrics.transfer.leases_active.set(self.intake.n_transfers)
             if self.intake.crash is not None:
                 raise self.intake.crash
             if self.intake.needs_fence(cap):

@@ -108,6 +108,8 @@ class Filling:
 
     def leave(self) -> None:
         """The task was cancelled: `abort` said why, or the service ends."""
+        if self.attempt is not None and self.attempt.target is not None:
+            self.parts.metrics.transfer.failures.labels("aborted").inc()
         self._give_up(self._reason)
         self.parts.changed()
 
@@ -214,6 +216,10 @@ class Filling:
         except K3Error as error:
             if isinstance(error, ReconnectRequired | PrefillLost):
                 parts.pairs.forget(pair)
+            if attempt.target is not None:
+                parts.metrics.transfer.failures.labels(failure_of(error)).inc()
+                if error.code == "lease_expired":
+                    parts.metrics.transfer.leases_expired.inc()
             if attempt.committed:
                 raise TransferError(f"lost after the first token: {error}") from error
             if isinstance(error, PrefillLost) and attempt.accepted:
@@ -225,7 +231,8 @@ class Filling:
         if attempt.stopped:
             self._give_up(prefill_pb2.ABORT_REASON_STOPPED)
         else:
-            self.generation.filled_s = asyncio.get_running_loop().time()
+            now = self.generation.filled_s = asyncio.get_running_loop().time()
+            parts.metrics.transfer.seconds.observe(now - (self.generation.first_token_s or now))
             parts.scheduler.filled(request)
             parts.quarantine.finish(attempt, None)
             parts.changed()
@@ -295,3 +302,18 @@ def reason_of(error: K3Error) -> str:
             return "instance_failed"
         case _:
             return "not_allowed" if error.code == "not_allowed" else "unavailable"
+
+
+def failure_of(error: K3Error) -> str:
+    """Label of a transfer that did not complete."""
+    match error:
+        case PrefillLost():
+            return "peer_lost"
+        case ReconnectRequired():
+            return "fenced"
+        case DeadlineExceeded():
+            return "lease"
+        case TransferError() if error.code == "transfer_stalled":
+            return "stalled"
+        case _:
+            return "handle"

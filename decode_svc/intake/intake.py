@@ -54,7 +54,8 @@ class Intake:
         rng: random.Random,
     ) -> None:
         self.scheduler = scheduler
-        self.pairs = Pairs(source)
+        connects = metrics.transfer.connects
+        self.pairs = Pairs(source, lambda result: connects.labels(result).inc())
         self.quarantine = Quarantine(source, config.times, self._settle)
         self.crash: BaseException | None = None  # a bug of ours ended a task; the driver raises it
         self._n_ranks = identity.n_ranks

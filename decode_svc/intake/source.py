@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from k3.errors import K3Error, Unavailable
+from k3.errors import K3Error, LayoutMismatch, Unavailable
 from k3.v1 import prefill_pb2
 
 
@@ -85,19 +85,32 @@ class PrefillSource(Protocol):
 
 
 class Pairs:
-    """Pairs by address, connected on first use; callers that come meanwhile wait for the same Connect."""
+    """Pairs by address, connected on first use; callers that come meanwhile wait for the same Connect.
 
-    def __init__(self, source: PrefillSource) -> None:
+    observe: called with "ok", "refused" or "failed" after each Connect.
+    """
+
+    def __init__(self, source: PrefillSource, observe: Callable[[str], None]) -> None:
         self._source = source
+        self._observe = observe
         self._tasks: dict[str, asyncio.Task[Pair]] = {}
 
     async def get(self, address: str) -> Pair:
         """The pair of `address`. Raises K3Error; the next call tries again then."""
         task = self._tasks.get(address)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.create_task(self._source.connect(address), name=f"connect {address}")
+            task = asyncio.create_task(self._connect(address), name=f"connect {address}")
             self._tasks[address] = task
         return await asyncio.shield(task)
+
+    async def _connect(self, address: str) -> Pair:
+        try:
+            pair = await self._source.connect(address)
+        except K3Error as error:
+            self._observe("refused" if isinstance(error, LayoutMismatch) else "failed")
+            raise
+        self._observe("ok")
+        return pair
 
     def forget(self, pair: Pair) -> None:
         """The pair is outdated: connect again before its next use."""

@@ -1,7 +1,8 @@
-"""How a step's forward is launched: plainly, or as a captured graph per row bucket.
+"""How a step's forward is launched, per row bucket.
 
-`GraphRunner.bucket(n)` says how many rows a step of n rows is padded to; `run(bucket, fn)` runs `fn`, which must only
-touch tensors that never move. `Eager` is the CPU's runner: no padding, no capture, the same buffers.
+`GraphRunner.bucket(n)` says how many rows a step of n rows is padded to; `run(bucket, fn)` runs `fn`, whose inputs
+never move, so that a runner may record it once and replay it. `Eager` records nothing: the CPU's runner, over the same
+buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class GraphRunner(Protocol):
         ...
 
     def run(self, bucket: int, fn: Callable[[], T]) -> T:
-        """Run `fn` for a bucket; a captured one is replayed and returns the tensors of its capture."""
+        """Run `fn` for a bucket and return what it returns."""
         ...
 
 

@@ -38,6 +38,7 @@ class Source:
         self.n_connects = 0
         self.gate = asyncio.Event()
         self.fails = False
+        self.results: list[str] = []
 
     async def connect(self, address: str) -> Pair:
         self.n_connects += 1
@@ -49,7 +50,7 @@ class Source:
 
 async def test_callers_that_come_together_share_one_connect() -> None:
     source = Source()
-    pairs = Pairs(source)  # type: ignore[arg-type]
+    pairs = Pairs(source, source.results.append)  # type: ignore[arg-type]
     waiting = [asyncio.create_task(pairs.get("a:1")) for _ in range(5)]
     await asyncio.sleep(0)
     source.gate.set()
@@ -60,7 +61,7 @@ async def test_callers_that_come_together_share_one_connect() -> None:
 
 async def test_a_caller_that_leaves_does_not_end_the_connect_of_the_others() -> None:
     source = Source()
-    pairs = Pairs(source)  # type: ignore[arg-type]
+    pairs = Pairs(source, source.results.append)  # type: ignore[arg-type]
     first, second = (asyncio.create_task(pairs.get("a:1")) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -73,17 +74,18 @@ async def test_a_failed_connect_is_tried_again_by_the_next_caller() -> None:
     source = Source()
     source.gate.set()
     source.fails = True
-    pairs = Pairs(source)  # type: ignore[arg-type]
+    pairs = Pairs(source, source.results.append)  # type: ignore[arg-type]
     with pytest.raises(Unavailable):
         await pairs.get("a:1")
     source.fails = False
     assert (await pairs.get("a:1")).instance_id == "p2"
+    assert source.results == ["failed", "ok"]
 
 
 async def test_only_the_outdated_pair_is_forgotten() -> None:
     source = Source()
     source.gate.set()
-    pairs = Pairs(source)  # type: ignore[arg-type]
+    pairs = Pairs(source, source.results.append)  # type: ignore[arg-type]
     old = await pairs.get("a:1")
     pairs.forget(old)
     new = await pairs.get("a:1")
