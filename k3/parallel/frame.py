@@ -41,6 +41,25 @@ class FrameLayout:
         return 1 + self.bank + len(self.taps)
 
 
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Refuse a drafter's tap list that cannot be captured. Raises ModelError, `code` as in the golden table."""
+    if not taps:
+        raise ModelError(
+            "target_layer_ids is empty: a drafter reads at least one layer", code="AUX_TAPS_EMPTY"
+        )
+    if len(set(taps)) != len(taps):
+        raise ModelError(
+            f"target_layer_ids {list(taps)}: each tap may be listed once",
+            code="AUX_TAPS_DUPLICATE",
+        )
+    outside = [tap for tap in taps if not EMBEDDING_TAP <= tap < num_layers]
+    if outside:
+        raise ModelError(
+            f"target_layer_ids {outside}: expected -1 (embedding) or 0..{num_layers - 1}",
+            code="AUX_TAPS_RANGE",
+        )
+
+
 def frame_layout(
     spec: K3Spec, next_layer: int, taps: tuple[int, ...], tap_stream: str = "prefix"
 ) -> FrameLayout:
@@ -52,15 +71,10 @@ def frame_layout(
     """
     if tap_stream not in ("prefix", "mixture"):
         raise ModelError(f"tap_stream={tap_stream!r}: expected prefix or mixture")
-    if len(set(taps)) != len(taps):
-        raise ModelError(f"target_layer_ids {list(taps)}: each tap may be listed once")
-    outside = [t for t in taps if not EMBEDDING_TAP <= t < spec.num_layers]
-    if outside:
-        raise ModelError(
-            f"target_layer_ids {outside}: expected -1 (embedding) or 0..{spec.num_layers - 1}"
-        )
+    if taps:
+        check_taps(taps, spec.num_layers)
     late = tap_stream == "mixture" and next_layer < spec.num_layers
-    captured = (t for t in sorted(taps) if t == EMBEDDING_TAP or t + late < next_layer)
+    captured = (t for t in sorted(taps) if (0 if t == EMBEDDING_TAP else t + late) < next_layer)
     return FrameLayout(spec.hidden_size, spec.bank_depth(next_layer), tuple(captured))
 
 

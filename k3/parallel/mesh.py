@@ -56,13 +56,6 @@ class Mesh:
         for name, n in (("pp", self.pp), ("tp", self.tp), ("cp", self.cp)):
             if n < 1:
                 raise ConfigError(f"mesh {name}={n}: must be at least 1")
-        if self.partition is not None and (
-            len(self.partition) != self.pp or min(self.partition) < 1
-        ):
-            raise ConfigError(
-                f"pipeline partition {list(self.partition)}: expected {self.pp} stages of at least "
-                "one layer each"
-            )
 
     @property
     def size(self) -> int:
@@ -109,12 +102,21 @@ class Mesh:
         The remainder of `num_layers / pp` goes to the stages before the last one, from the back, so
         the last stage (norm, head, drafter) never takes it. Golden: prefix/relay_layout.json.
         """
-        counts = self.partition or _balanced(num_layers, self.pp)
-        if sum(counts) != num_layers or min(counts) < 1:
+        if self.pp > num_layers:
             raise ConfigError(
-                f"pipeline partition {list(counts)} does not split {num_layers} layers into "
-                f"{self.pp} stages of at least one layer each"
+                f"pp={self.pp} stages for {num_layers} layers: every stage needs a layer; lower pp",
+                code="PP_GT_LAYERS",
             )
+        counts = self.partition or _balanced(num_layers, self.pp)
+        for wrong, code, expected in (
+            (len(counts) != self.pp, "PP_PARTITION_COUNT", f"{self.pp} entries, one per stage"),
+            (min(counts) < 1, "PP_PARTITION_EMPTY", "at least one layer per stage"),
+            (sum(counts) != num_layers, "PP_PARTITION_SUM", f"a sum of {num_layers} layers"),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"pipeline partition {list(counts)}: expected {expected}", code=code
+                )
         starts = [sum(counts[:i]) for i in range(self.pp + 1)]
         return tuple(range(a, b) for a, b in pairwise(starts))
 
