@@ -278,13 +278,13 @@ class LocalCluster:
     # -- stop --------------------------------------------------------------------------------
 
     def stop(self, grace_s: float = 15.0, should_hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask router, decodes, prefills to leave, in this order; kill what is left after `grace_s`. Idempotent.
+        """Ask the router to leave, then, with no request left, the engines; kill the rest after `grace_s`. Idempotent.
 
         should_hurry: once true, a second SIGTERM tells all of them to fail what still runs.
         """
         end = time.monotonic() + grace_s
         hurried = False
-        for group in ([self.router], self.decodes, self.prefills):
+        for group in ([self.router], [*self.decodes, *self.prefills]):
             for member in group:
                 _send(member, signal.SIGTERM)
             while any(_is_running(m) for m in group) and time.monotonic() < end:
