@@ -13,10 +13,8 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.errors import K3Error
+from k3.ports import free_ports
 from k3.process import die_with_parent
 
 OnLine = Callable[[str, str], None]
-PORTS = range(20_000, 32_000)  # below the kernel's own choice for outgoing connections
 POLL_S = 0.05
 STALE = "k3-local-"
 
@@ -46,30 +44,6 @@ class MemberFailed(K3Error):
         super().__init__(f"{name} {why}; its last lines:{last or ' (none)'}")
         self.name = name
         self.exit_code = exit_code
-
-
-def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
-    """`n` different ports that can be bound now, outside the range of outgoing connections."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if len(found) == n:
-            break
-        if is_free(port, host):
-            found.append(port)
-    if len(found) < n:
-        raise K3Error(f"only {len(found)} free ports in {PORTS.start}-{PORTS.stop - 1}, need {n}")
-    return found
-
-
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether `host:port` can be bound now."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError:
-            return False
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from importlib.metadata import version
 from types import FrameType
 
 from k3.ask import ask
-from k3.cluster import LocalCluster, MemberFailed, Options, free_ports, is_free
+from k3.cluster import LocalCluster, MemberFailed, Options
 from k3.errors import K3Error
+from k3.ports import free_ports, is_free
 
 QUESTION = "Grace reads 18 pages every day. After 2 days, how many of the 269 pages are unread?"
 ROUTER = ("http-", "fleet-", "admission-")

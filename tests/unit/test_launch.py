@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from k3.cluster import PORTS, LocalCluster, Options, free_ports, is_free
+from k3.cluster import LocalCluster, Options
 from k3.errors import K3Error
 from k3.launch import split_flags
+from k3.ports import PORTS, free_ports, is_free
 
 
 def test_a_bare_layout_flag_goes_to_decode() -> None:

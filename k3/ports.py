@@ -1,0 +1,38 @@
+"""Free TCP ports for processes that cannot be told `any`.
+
+They lie below the range from which the kernel takes ports of outgoing connections, so that none is taken between the
+choice and the bind.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from k3.errors import K3Error
+
+PORTS = range(20_000, 32_000)
+
+
+def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
+    """`n` different ports that can be bound now, outside the range of outgoing connections."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(found) == n:
+            break
+        if is_free(port, host):
+            found.append(port)
+    if len(found) < n:
+        raise K3Error(f"only {len(found)} free ports in {PORTS.start}-{PORTS.stop - 1}, need {n}")
+    return found
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether `host:port` can be bound now."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+        return True
