@@ -253,10 +253,7 @@ class Handoff:
 
     def _on_received(self, export: Export, received: prefill_pb2.Received) -> None:
         if export.phase is not Phase.COMMITTED or received.generation != export.generation:
-            text = (
-                f"Received for generation {received.generation} in phase {export.phase.value}, "
-                f"expected generation {export.generation} after Committed"
-            )
+            text = f"Received for generation {received.generation}, expected {export.generation} after Committed"
             self._drain(export, RequestRejected(text, param="received.generation"))
             return
         self._abort_transfer(export)  # nothing is posted any more: lets the movers forget it
@@ -267,11 +264,10 @@ class Handoff:
         if export is None:
             return
         text = f"rank {rank} could not write to {export.peer.instance_id}: {failed.message}"
+        kind, code = TransferError, f"transfer_{failed.reason}"
         if failed.peer_lost:
-            error: K3Error = Unavailable(text, code="peer_lost")
-        else:
-            error = TransferError(text, code=f"transfer_{failed.reason}")
-        self._drain(export, error)
+            kind, code = Unavailable, "peer_lost"
+        self._drain(export, kind(text, code=code))
         if failed.peer_lost:
             self._lose_peer(export.peer, failed.message)
 

@@ -142,8 +142,10 @@ class Incarnation:
         return response
 
     def fail(self, error: K3Error) -> None:
-        """The ranks are gone: end every request."""
+        """The ranks are gone: end every request and every introduction."""
         self.handoff.fail_all(error)
+        for peer in self.peers.all():
+            self.peers.lose(peer, str(error))
 
     # ------------------------------------------------------------ loops
 

@@ -177,7 +177,7 @@ class Peers:
             log.info("peer connected", extra={"peer": peer.instance_id, "ranks": peer.n_ranks})
 
     def all(self) -> tuple[Peer, ...]:
-        """Every usable peer."""
+        """Every peer that is usable or being introduced."""
         return tuple(self._by_instance.values())
 
     def _introduce(self, request: prefill_pb2.ConnectRequest, agents: tuple[str, ...]) -> Peer:

@@ -124,6 +124,9 @@ class Call:
     async def say(self, **message: object) -> None:
         await self._call.write(prefill_pb2.PrefillRequest(**message))  # type: ignore[arg-type]
 
+    def has_seen(self, kind: str) -> bool:
+        return any(response.HasField(kind) for response in self.seen)
+
     async def next(self, kind: str) -> prefill_pb2.PrefillResponse:
         """The next message of a kind; heartbeats before it are answered. Raises AioRpcError at an early end."""
         async with asyncio.timeout(WAIT_S):

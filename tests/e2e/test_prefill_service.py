@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -313,6 +314,51 @@ async def test_a_full_queue_is_refused_at_once(service: Service, peer: Peer) -> 
         assert from_rpc_error(error).code == "queue_full"
     for call in calls:
         call.cancel()
+
+
+async def random_call(service: Service, peer: Peer, rng: random.Random) -> str:
+    """One call that ends in a random way; returns which."""
+    n = rng.choice([1, P - 1, P, P + 1, 33, 120, 250])
+    ending = rng.choice(["received", "received", "aborted", "cancelled", "cancelled early"])
+    call = Call(service.stub)
+    try:
+        await call.say(start=peer.start([rng.randrange(500) for _ in range(n)]))
+        if ending == "cancelled early":
+            call.cancel()
+            return ending
+        pages = rng.sample(range(40), -(-n // P))
+        await call.say(destination=peer.destination(pages, rng.randrange(8)))
+        await call.next(rng.choice(["accepted", "prefilled", "committed"]))
+        if ending == "cancelled":
+            call.cancel()
+            return ending
+        if ending == "aborted":
+            await call.say(abort=prefill_pb2.Abort(generation=1))
+            await call.next("quiesced")
+        else:
+            if not call.has_seen("committed"):
+                await call.next("committed")
+            await call.say(received=prefill_pb2.Received(generation=1))
+        assert await call.end() is grpc.StatusCode.OK
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        assert await call.end() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return "refused"
+    return ending
+
+
+@pytest.mark.parametrize("seed", [7])
+async def test_calls_that_end_in_any_way_leave_nothing_behind(
+    service: Service, peer: Peer, seed: int
+) -> None:
+    rng = random.Random(seed)
+
+    async def client() -> list[str]:
+        return [await random_call(service, peer, rng) for _ in range(4)]
+
+    endings = [e for part in await asyncio.gather(*(client() for _ in range(7))) for e in part]
+    assert endings.count("refused") < len(endings)
+    assert await service.is_at_baseline()
+    assert service.engine.life().handoff.n_transfers == 0
 
 
 async def test_the_loss_of_a_rank_fails_open_requests_and_the_group_comes_back(
