@@ -115,6 +115,7 @@ class Net:
         return Node(core)
 
     def turn(self) -> None:
+        self.fabric.progress()
         for node in (*self.out, *self.into):
             node.turn(self.now)
 

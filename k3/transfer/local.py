@@ -1,8 +1,8 @@
 """`LocalAgent`: transfers inside one process, with delays, stalls, losses and deaths scripted by the test.
 
-Agents meet in a `LocalFabric`. A write lands when its fate says so and its sender polls it, as with the real library: a
-handle nobody polls never delivers its record, an aborted one still lands when it is resumed, and only closing an agent
-stops it. Addresses are real addresses of this process, bounds are checked as strictly as the library does.
+Agents meet in a `LocalFabric`. As with the real library, bytes land on their own when their fate says so, also those of
+a handle that nobody looks at any more; the record leaves when its sender polls; only closing an agent, or the death of
+one of the two, stops them. Addresses are real ones of this process; bounds are checked as strictly as the library does.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ class LocalFabric:
         """The process of `name` dies: whoever touches it gets PeerLost."""
         self.dead.add(name)
 
+    def progress(self) -> None:
+        """Land the bytes whose time has come."""
+        for agent in self.agents.values():
+            if agent.name not in self.dead:
+                agent.progress()
+
     def resume(self) -> None:
         """Stalled writes go on."""
         self.is_resumed = True
@@ -67,6 +73,7 @@ class _Write:
     record: bytes
     fate: Fate
     ready_at: float
+    has_landed: bool = False
 
 
 @dataclass(slots=True)
@@ -149,23 +156,33 @@ class LocalAgent:
         return Handle(self._n_writes)
 
     def poll(self, handle: Handle) -> bool:
-        """Land the write when its time has come."""
+        """Whether the write has landed; then its record goes out."""
         write = self._live[handle]
-        if not self.fabric.is_alive(write.peer):
+        self.progress()
+        if not write.has_landed and not self.fabric.is_alive(write.peer):
             del self._live[handle]
             raise PeerLost(f"peer {write.peer!r} is gone")
-        if write.fate.stalls and not self.fabric.is_resumed:
-            return False
-        if self.fabric.clock() < write.ready_at:
+        if not self._is_due(write):
             return False
         del self._live[handle]
         if write.fate.fails:
             raise WriteFailed(f"write to {write.peer!r} failed as scripted")
-        for source, target, n_bytes in write.copies:
-            ctypes.memmove(target, source, n_bytes)
         if not write.fate.loses_record:
             self._reach(write.peer).inbox.append(write.record)
         return True
+
+    def progress(self) -> None:
+        """What the library's own thread does."""
+        for write in self._live.values():
+            is_able = self._is_due(write) and not write.fate.fails
+            if is_able and not write.has_landed and self.fabric.is_alive(write.peer):
+                write.has_landed = True
+                for source, target, n_bytes in write.copies:
+                    ctypes.memmove(target, source, n_bytes)
+
+    def _is_due(self, write: _Write) -> bool:
+        is_held = write.fate.stalls and not self.fabric.is_resumed
+        return not is_held and self.fabric.clock() >= write.ready_at
 
     def notify(self, peer: str, record: bytes) -> None:
         """Deliver at once."""

@@ -37,7 +37,8 @@ def pairs(draw: st.DrawFn) -> tuple[K3Spec, Sharding, Sharding]:
         draw(st.sampled_from([1, 2, 4])),
     )
     assume(max(tp, dtp * dcp) % min(tp, dtp * dcp) == 0)
-    prefill = sharding(n, pp=pp, tp=tp, bounds=bounds(pp), n_pages=19, n_slots=3)
+    columns = draw(st.sampled_from([1, 3]))
+    prefill = sharding(n, pp=pp, tp=tp, bounds=bounds(pp), n_pages=19, n_slots=3, columns=columns)
     columns = draw(st.sampled_from([1, 8]))
     decode = sharding(
         n, pp=dpp, tp=dtp, cp=dcp, bounds=bounds(dpp), n_pages=18, n_slots=4, columns=columns
