@@ -95,8 +95,12 @@ class Generation:
         """Go away as a client does: at the next event, or never having read one."""
         self._gone.set()
 
+    def join(self, deadline_s: float) -> bool:
+        """Wait for the end; whether it came."""
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
     def wait(self, deadline_s: float) -> Generation:
         """Until the request ended."""
-        self._thread.join(deadline_s)
-        assert not self._thread.is_alive(), f"the request still hangs after {deadline_s:g} s"
+        assert self.join(deadline_s), f"the request still hangs after {deadline_s:g} s"
         return self

@@ -33,7 +33,7 @@ def test_a_full_queue_answers_at_once(cluster, prompt_of, truth):
     def refused() -> Generation | None:
         one = Generation(cluster.url, prompt_of(20 + len(waiting)), max_tokens=4)
         waiting.append(one)
-        one._thread.join(0.5)
+        one.join(0.5)
         return one if one.status == 429 else None
 
     full = wait_for(refused, 20, "a refusal")
