@@ -115,7 +115,7 @@ def _long_recall(
     codec: ChatCodec, n_tokens: int, n_facts: int, identity: str, rng: random.Random
 ) -> Item:
     """One document of about `n_tokens` with one fact (a pass key) or sixteen, and one question."""
-    known = recall.facts(n_facts, n_facts == 1, rng)
+    known = recall.facts(n_facts, n_facts == 1, rng, "fact_forward")
     room = n_tokens - 32 - sum(len(codec.text(fact.sentence)) + 1 for fact in known)
     lines: list[str] = []
     while room > 0:

@@ -44,8 +44,8 @@ def value(rng: random.Random) -> str:
     return f"{letters}-{rng.randint(100, 999)}"
 
 
-def facts(n: int, passkey: bool, rng: random.Random) -> list[Fact]:
-    """`n` facts about different keys."""
+def facts(n: int, passkey: bool, rng: random.Random, section: str = "fact") -> list[Fact]:
+    """`n` facts about different keys; `section` names the frames of facts that are no pass keys."""
     keys: dict[str, None] = {}
     while len(keys) < n:
         kind = rng.random()
@@ -58,9 +58,8 @@ def facts(n: int, passkey: bool, rng: random.Random) -> list[Fact]:
     found: list[Fact] = []
     for key in keys:
         scene = {"key": key, "value": value(rng), "thing": rng.choice(THINGS)}
-        name = "passkey" if passkey else ""
-        sentence = GRAMMAR.draw("passkey_fact" if passkey else "fact", scene, rng)
-        question = GRAMMAR.draw(f"{name}_ask" if name else "fact_ask", scene, rng)
+        sentence = GRAMMAR.draw("passkey_fact" if passkey else section, scene, rng)
+        question = GRAMMAR.draw("passkey_ask" if passkey else "fact_ask", scene, rng)
         found.append(Fact(sentence, question, str(scene["value"])))
     return found
 
