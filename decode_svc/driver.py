@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from decode_svc import wire
+from decode_svc.caller import Caller
 from decode_svc.deployment import Deployment, new_instance_id
-from decode_svc.generation import Generation
 from decode_svc.incarnation import Incarnation, Introduction, Ranks
 from decode_svc.intake.remote import RemotePrefill
 from k3.errors import GroupFailed, K3Error, Unavailable
@@ -75,7 +75,7 @@ class DecodeEngine:
 
     # ---------------------------------------------------------------- requests
 
-    def open(self, request: decode_pb2.GenerateRequest) -> tuple[Incarnation, Generation]:
+    def open(self, request: decode_pb2.GenerateRequest) -> tuple[Incarnation, Caller]:
         """Take a request into the current life. Raises Unavailable, RequestRejected or QueueFull."""
         life = self._life
         if life is None:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from decode_svc import wire
+from decode_svc.caller import Caller
 from decode_svc.deployment import Deployment
-from decode_svc.generation import Generation
 from decode_svc.intake.filling import Identity, IntakeConfig
 from decode_svc.intake.intake import Intake
 from decode_svc.intake.source import PrefillSource
@@ -75,7 +75,7 @@ class Incarnation:
         self._ranks = ranks
         self._metrics = metrics
         self._on_change = on_change
-        self._generations: dict[int, Generation] = {}
+        self._callers: dict[int, Caller] = {}
         self._fenced: dict[int, int] = {}
         self._may_plan = asyncio.Event()
         self._may_admit = asyncio.Event()
@@ -99,47 +99,47 @@ class Incarnation:
 
     # ---------------------------------------------------------------- requests
 
-    def open(self, spec: RequestSpec) -> Generation:
+    def open(self, spec: RequestSpec) -> Caller:
         """Take a request. Raises RequestRejected or QueueFull."""
-        generation = Generation(self.scheduler.submit(spec, _now()))
-        self._generations[generation.request.key] = generation
+        caller = Caller(self.scheduler.submit(spec, _now()))
+        self._callers[caller.request.key] = caller
         self._changed()
-        return generation
+        return caller
 
-    def close(self, generation: Generation, reason: prefill_pb2.AbortReason) -> None:
+    def close(self, caller: Caller, reason: prefill_pb2.AbortReason) -> None:
         """The caller is served or gone; `reason` says why if the request is not over. Idempotent."""
-        request = generation.request
-        if self._generations.pop(request.key, None) is None:
+        request = caller.request
+        if self._callers.pop(request.key, None) is None:
             return
-        self._end(generation, reason)
-        self._log(generation)
+        self._end(caller, reason)
+        self._log(caller)
         self._changed()
 
-    def _end(self, generation: Generation, reason: prefill_pb2.AbortReason) -> None:
-        match generation.request.state:
+    def _end(self, caller: Caller, reason: prefill_pb2.AbortReason) -> None:
+        match caller.request.state:
             case State.QUEUED | State.ADMITTED | State.FILLING:
-                self.intake.abort(generation.request, reason)
+                self.intake.abort(caller.request, reason)
             case State.RUNNING:
-                self.scheduler.abort(generation.request)
+                self.scheduler.abort(caller.request)
             case State.FINISHING | State.GONE:
                 pass
 
     def fail(self, error: K3Error) -> None:
         """End every request with `error`; their memory takes its regular way."""
-        for generation in tuple(self._generations.values()):
-            generation.fail(error)
-            self._end(generation, prefill_pb2.ABORT_REASON_REVOKED)
+        for caller in tuple(self._callers.values()):
+            caller.fail(error)
+            self._end(caller, prefill_pb2.ABORT_REASON_REVOKED)
         self._changed()
 
     @property
     def n_open(self) -> int:
         """Callers not served yet."""
-        return len(self._generations)
+        return len(self._callers)
 
     @property
     def n_busy(self) -> int:
         """Callers, requests and quarantined memory that are not finished with."""
-        return len(self._generations) + len(self.scheduler.open_requests()) + self.intake.n_open
+        return len(self._callers) + len(self.scheduler.open_requests()) + self.intake.n_open
 
     # ---------------------------------------------------------------- loops
 
@@ -184,9 +184,9 @@ class Incarnation:
         n_tokens = 0
         for request, kept in progress:
             n_tokens += len(kept.tokens)
-            generation = self._generations.get(request.key)
-            if generation is not None:
-                generation.tell(kept, now)
+            caller = self._callers.get(request.key)
+            if caller is not None:
+                caller.tell(kept, now)
         metrics = self._metrics
         metrics.step_s.observe(result.step_s)
         metrics.forward_s.observe(result.forward_s)
@@ -202,15 +202,15 @@ class Incarnation:
             await self._may_admit.wait()
             self._may_admit.clear()
             for request in self.scheduler.admit(_now()):
-                generation = self._generations.get(request.key)
-                if generation is None:
+                caller = self._callers.get(request.key)
+                if caller is None:
                     self.intake.abort(request, prefill_pb2.ABORT_REASON_CLIENT)
                     continue
-                generation.admitted()
-                self.intake.start(generation)
+                caller.admitted()
+                self.intake.start(caller)
             for request in self.scheduler.head(n_early):
-                if not self.intake.is_filling(request) and request.key in self._generations:
-                    self.intake.start(self._generations[request.key])
+                if not self.intake.is_filling(request) and request.key in self._callers:
+                    self.intake.start(self._callers[request.key])
 
     async def _listen(self) -> None:
         while True:
@@ -274,23 +274,23 @@ class Incarnation:
         """Seconds since the last acknowledgement while a plan is in flight, else 0."""
         return _now() - self._last_result_at if self.scheduler.n_plans_in_flight else 0.0
 
-    def _log(self, generation: Generation) -> None:
+    def _log(self, caller: Caller) -> None:
         """One line per request, at its end."""
-        request, now = generation.request, _now()
-        first = generation.first_token_s
+        request, now = caller.request, _now()
+        first = caller.first_token_s
         n = len(request.outputs)
         log.info(
             "request finished",
             extra={
                 "request_id": request.spec.request_id,
                 "attempt": request.spec.attempt,
-                "prefill": generation.prefill_instance_id,
+                "prefill": caller.prefill_instance_id,
                 "prompt_tokens": request.prompt_len,
                 "output_tokens": n,
                 "queue_s": request.wait_s,
                 "ttft_s": None if first is None else first - request.arrived_s,
                 "itl_s": None if first is None or n < 2 else (now - first) / (n - 1),
-                "finish": generation.outcome,
+                "finish": caller.outcome,
             },
         )
 

@@ -28,10 +28,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Generate(self, request: decode_pb2.GenerateRequest, context: Context) -> None:
         """One request, from admission to its end."""
-        life, generation = self._engine.open(request)
+        life, caller = self._engine.open(request)
         try:
-            while not (generation.is_over and generation.is_told):
-                answer = wire.response(await generation.next())
+            while not (caller.is_over and caller.is_told):
+                answer = wire.response(await caller.next())
                 if isinstance(answer, K3Error):
                     raise answer
                 await context.write(answer)
@@ -41,4 +41,4 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             reason = (
                 prefill_pb2.ABORT_REASON_DEADLINE if is_late else prefill_pb2.ABORT_REASON_CLIENT
             )
-            life.close(generation, reason)
+            life.close(caller, reason)

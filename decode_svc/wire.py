@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from decode_svc.generation import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
+from decode_svc.caller import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
 from decode_svc.request import Candidate, DecodeRequest, RequestSpec
 from decode_svc.scheduler import Emitted, Plan
 from k3.errors import K3Error, RequestRejected

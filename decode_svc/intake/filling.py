@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode_svc.generation import CandidateFailed, Generation
+from decode_svc.caller import Caller, CandidateFailed
 from decode_svc.intake.attempt import Attempt, Hooks, Reserved
 from decode_svc.intake.quarantine import Quarantine
 from decode_svc.intake.source import Pairs, PrefillLost, PrefillSource, is_allowed
@@ -82,11 +82,11 @@ class Parts:
 class Filling:
     """One request's way through its candidates."""
 
-    def __init__(self, parts: Parts, generation: Generation) -> None:
+    def __init__(self, parts: Parts, caller: Caller) -> None:
         self.parts = parts
-        self.generation = generation
-        self.request = generation.request
-        self.generation_number = 0
+        self.caller = caller
+        self.request = caller.request
+        self.generation = 0
         self.attempt: Attempt | None = None
         self.task: asyncio.Task[None] | None = None
         self._admitted = asyncio.Event()
@@ -121,7 +121,7 @@ class Filling:
             self.leave()
         except K3Error as error:
             self._give_up(prefill_pb2.ABORT_REASON_FAILED)
-            self.generation.fail(error)
+            self.caller.fail(error)
         finally:
             self.parts.changed()
 
@@ -191,7 +191,7 @@ class Filling:
                 "error": str(error),
             },
         )
-        self.generation.push(CandidateFailed(candidate.instance_id, reason, str(error)))
+        self.caller.push(CandidateFailed(candidate.instance_id, reason, str(error)))
         return False
 
     async def _attempt(self, candidate: Candidate) -> None:
@@ -206,11 +206,11 @@ class Filling:
             )
         await parts.is_open.wait()
         pair = await parts.pairs.get(candidate.address)
-        if self.generation_number and request.reservation is None:
+        if self.generation and request.reservation is None:
             await self._admitted.wait()  # an earlier reservation is in quarantine
         attempt = Attempt(request, pair, self._start(), parts.config.times, parts.hooks)
         self.attempt = attempt
-        self.generation.opened_s = asyncio.get_running_loop().time()
+        self.caller.opened_s = asyncio.get_running_loop().time()
         try:
             await attempt.run(parts.source.open(pair, attempt.deliver))
         except K3Error as error:
@@ -231,8 +231,8 @@ class Filling:
         if attempt.stopped:
             self._give_up(prefill_pb2.ABORT_REASON_STOPPED)
         else:
-            now = self.generation.filled_s = asyncio.get_running_loop().time()
-            parts.metrics.transfer.seconds.observe(now - (self.generation.first_token_s or now))
+            now = self.caller.filled_s = asyncio.get_running_loop().time()
+            parts.metrics.transfer.seconds.observe(now - (self.caller.first_token_s or now))
             parts.scheduler.filled(request)
             parts.quarantine.finish(attempt, None)
             parts.changed()

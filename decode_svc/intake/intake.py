@@ -12,8 +12,8 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable
 
+from decode_svc.caller import Caller
 from decode_svc.emission import keep
-from decode_svc.generation import Generation
 from decode_svc.intake.attempt import Attempt, Fenced, Hooks, Target, arrivals
 from decode_svc.intake.filling import Filling, Identity, IntakeConfig, Parts
 from decode_svc.intake.quarantine import Quarantine
@@ -88,15 +88,15 @@ class Intake:
 
     # ---------------------------------------------------------------- from the driver
 
-    def start(self, generation: Generation) -> None:
+    def start(self, caller: Caller) -> None:
         """Begin to fill a request, or tell its filling that it was admitted. A queued one starts early."""
-        key = generation.request.key
+        key = caller.request.key
         filling = self._fillings.get(key)
         if filling is None:
-            filling = self._fillings[key] = Filling(self._parts, generation)
+            filling = self._fillings[key] = Filling(self._parts, caller)
             filling.task = asyncio.create_task(filling.run(), name=f"fill {key}")
             filling.task.add_done_callback(lambda task: self._ended(key, task))
-        if generation.request.reservation is not None:
+        if caller.request.reservation is not None:
             filling.admitted()
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
@@ -193,12 +193,12 @@ class Intake:
         filling = self._fillings[request.key]
         if request.state is State.ADMITTED:
             self.scheduler.fill(request)
-        filling.generation_number += 1
+        filling.generation += 1
         held = request.held
         message = prefill_pb2.Destination(
             transfer_id=secrets.randbits(64),
             nonce=secrets.randbits(32),
-            generation=filling.generation_number,
+            generation=filling.generation,
             pages=held.pages[: self.scheduler.ledger.pages(request.prompt_len)],
             state_slot=held.state_slot.index,
             lease_s=self._lease_s,
@@ -233,13 +233,13 @@ class Intake:
     def _first_token(
         self, request: DecodeRequest, pair: Pair, prefilled: prefill_pb2.Prefilled
     ) -> bool:
-        generation = self._fillings[request.key].generation
+        caller = self._fillings[request.key].caller
         now = asyncio.get_running_loop().time()
-        generation.first_token_s = now
-        generation.prefill_instance_id = pair.instance_id
-        generation.cached_tokens = prefilled.cached_tokens
+        caller.first_token_s = now
+        caller.prefill_instance_id = pair.instance_id
+        caller.cached_tokens = prefilled.cached_tokens
         kept = self.scheduler.first_token(request, token_from_proto(prefilled.token))
-        generation.tell(kept, now)
+        caller.tell(kept, now)
         return kept.finish is not None
 
     def _settle(self, hold: Hold) -> None:

@@ -91,7 +91,7 @@ class DecodeRank:
         for row, tokens in zip(launched.plan.verify_rows, launched.outcome.answers(), strict=True):
             entry = result.rows.add(row=row.row, epoch=row.epoch)
             entry.tokens.extend([token_to_proto(token) for token in tokens])
-            entry.n_drafts = launched.plan.group_len - 1
+            entry.n_drafts = self._table.n_drafts(row.row)
         result.step_s = time.perf_counter() - launched.received_s
         result.forward_s = launched.outcome.forward_s
         return result

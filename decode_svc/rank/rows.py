@@ -43,6 +43,7 @@ class RowTable:
         self._sampling: dict[int, RowSampling] = {}
         self._counts: dict[int, TokenCounts] = {}
         self._epochs: dict[int, int] = {}
+        self._n_drafts: dict[int, int] = {}
 
     def open(self, row: plan_pb2.OpenRow) -> None:
         """A request takes the row; its caches are complete. Raises ValueError when it does not fit the table."""
@@ -60,6 +61,7 @@ class RowTable:
         pages = torch.tensor(row.pages, dtype=torch.int32, device=self.device)
         self.pages_RW[row.row, : len(row.pages)] = pages
         self._epochs[row.row] = row.epoch
+        self._n_drafts[row.row] = row.draft_len
         self._sampling[row.row] = self._row_sampling(row)
         if self._sampling[row.row].params.needs_counts:
             self._counts[row.row] = TokenCounts(
@@ -83,7 +85,7 @@ class RowTable:
         """The request leaves; a row that has been taken by a newer one is left alone."""
         if self._epochs.get(row) != epoch:
             return
-        del self._epochs[row], self._sampling[row]
+        del self._epochs[row], self._sampling[row], self._n_drafts[row]
         self._counts.pop(row, None)
         self.version += 1
 
@@ -97,6 +99,10 @@ class RowTable:
     def sampling(self, row: int) -> RowSampling:
         """How the row's request is drawn."""
         return self._sampling[row] if row != DUMMY_ROW else DUMMY
+
+    def n_drafts(self, row: int) -> int:
+        """Drafts of the row's groups that are real; the others are padding."""
+        return self._n_drafts[row]
 
     def counts(self, row: int) -> TokenCounts | None:
         """Token counts of a request with penalties."""

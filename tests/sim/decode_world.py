@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from decode_svc.caller import Caller, Event, Failed, Finished
 from decode_svc.deployment import Deployment
-from decode_svc.generation import Event, Failed, Finished, Generation
 from decode_svc.incarnation import Incarnation
 from decode_svc.intake.source import Deliver, Ended, Heard, Pair, PrefillLost, Proof
 from decode_svc.request import Candidate, RequestSpec
@@ -235,7 +235,7 @@ class World:
 
     def generate(
         self, *addresses: str, n: int = 6, m: int = 4, end_ids: tuple[int, ...] = ()
-    ) -> Generation:
+    ) -> Caller:
         self._n_requests += 1
         spec = RequestSpec(
             RequestId(f"r{self._n_requests}"),
@@ -246,14 +246,14 @@ class World:
         )
         return self.life.open(spec)
 
-    async def drain(self, generation: Generation) -> list[Event]:
-        """All events of a generation; closes it as the service would."""
+    async def drain(self, caller: Caller) -> list[Event]:
+        """All events of a call; closes it as the service would."""
         events: list[Event] = []
         try:
             while not (events and isinstance(events[-1], Finished | Failed)):
-                events.append(await generation.next())
+                events.append(await caller.next())
         finally:
-            self.life.close(generation, prefill_pb2.ABORT_REASON_CLIENT)
+            self.life.close(caller, prefill_pb2.ABORT_REASON_CLIENT)
         return events
 
     async def settle(self, limit_s: float = 600.0) -> None:

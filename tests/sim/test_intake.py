@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from decode_svc.generation import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
+from decode_svc.caller import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
 from decode_svc.intake.source import PrefillLost, Proof
 from k3.errors import (
     DeadlineExceeded,
@@ -109,8 +109,8 @@ def test_ranks_expect_a_transfer_before_prefill_learns_where_to_write() -> None:
 
 def test_the_destination_names_the_pages_of_the_prompt_only() -> None:
     async def story(world: World) -> None:
-        generation = world.generate(n=9, m=20)
-        await world.drain(generation)
+        caller = world.generate(n=9, m=20)
+        await world.drain(caller)
         destination = world.calls[0].heard[1].destination
         assert len(destination.pages) == 3  # ceil(9 / 4); the reservation holds more
         assert destination.generation == 1
@@ -138,8 +138,8 @@ def test_heartbeats_are_echoed() -> None:
 
 def test_requests_of_one_pair_share_one_connect() -> None:
     async def story(world: World) -> None:
-        generations = [world.generate() for _ in range(3)]
-        await asyncio.gather(*(world.drain(g) for g in generations))
+        callers = [world.generate() for _ in range(3)]
+        await asyncio.gather(*(world.drain(g) for g in callers))
         assert world.connects == ["a:1"]
         await world.settle()
 
@@ -148,8 +148,8 @@ def test_requests_of_one_pair_share_one_connect() -> None:
 
 def test_more_requests_than_rows_queue_and_are_served_in_order() -> None:
     async def story(world: World) -> None:
-        generations = [world.generate(m=5) for _ in range(7)]
-        await asyncio.gather(*(world.drain(g) for g in generations))
+        callers = [world.generate(m=5) for _ in range(7)]
+        await asyncio.gather(*(world.drain(g) for g in callers))
         served = [call.heard[0].start.request_id for call in world.calls]
         assert served == [f"r{i}" for i in range(1, 8)]
         await world.settle()
@@ -602,14 +602,14 @@ def test_a_caller_that_leaves_leaves_nothing_behind(when: str) -> None:
 
     async def story(world: World) -> None:
         world.scripts["a:1"] = [script]
-        generation = world.generate(m=30)
+        caller = world.generate(m=30)
         if when == "connecting":
             await asyncio.sleep(0)
         elif when == "running":
             await until(lambda: bool(world.ranks.plans))
         else:
             await reached.wait()
-        world.life.close(generation, prefill_pb2.ABORT_REASON_CLIENT)
+        world.life.close(caller, prefill_pb2.ABORT_REASON_CLIENT)
         await world.settle(limit_s=2.0)
 
     play(story)
@@ -662,10 +662,10 @@ def test_a_fence_sends_transfers_that_run_back_to_the_same_candidate() -> None:
 
     async def story(world: World) -> None:
         world.scripts["a:1"] = [hang, good]
-        generation = world.generate("a:1")
+        caller = world.generate("a:1")
         await until(lambda: world.life.intake.n_transfers == 1)
         await world.life.intake.fence()
-        events = await world.drain(generation)
+        events = await world.drain(caller)
         assert failures(events) == []
         assert len(tokens(events)) == 4
         assert world.connects == ["a:1", "a:1"]
@@ -684,8 +684,8 @@ def test_a_lost_rank_fails_every_open_request_retryable() -> None:
         error = world.ranks.failure
         assert error is not None
         world.life.fail(error)
-        for generation in (running, filling):
-            events = await world.drain(generation)
+        for caller in (running, filling):
+            events = await world.drain(caller)
             assert events[-1] == Failed(error)
             assert error.retryable
 
@@ -733,7 +733,7 @@ def test_random_faults_leave_the_pools_at_their_baseline(seed: int) -> None:
         async def caller() -> None:
             await asyncio.sleep(rng.random() * 3)
             try:
-                generation = world.generate(
+                caller = world.generate(
                     *rng.sample(["a:1", "b:1", "c:1"], rng.randint(1, 3)),
                     n=rng.randint(1, 20),
                     m=rng.randint(1, 12),
@@ -744,7 +744,7 @@ def test_random_faults_leave_the_pools_at_their_baseline(seed: int) -> None:
             patience = rng.choice([0.0, 0.05, 0.3, 100.0, 100.0])
             try:
                 async with asyncio.timeout(patience):
-                    events = await world.drain(generation)
+                    events = await world.drain(caller)
             except TimeoutError:
                 return
             end = events[-1]

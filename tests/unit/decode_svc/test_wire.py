@@ -3,7 +3,7 @@
 import pytest
 
 from decode_svc import wire
-from decode_svc.generation import Admitted, CandidateFailed, Failed, Finished, Tokens
+from decode_svc.caller import Admitted, CandidateFailed, Failed, Finished, Tokens
 from decode_svc.request import DecodeRequest, Reservation
 from k3.cache.slots import Slot
 from k3.errors import RequestRejected, Unavailable

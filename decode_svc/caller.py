@@ -1,4 +1,4 @@
-"""One `Generate` call inside the process: its request, and what the caller still has to be told.
+"""One `Generate` call inside the process: `Caller` holds its request and what it still has to be told.
 
 The outbox is bounded by the request itself: at most max_tokens tokens, one failure per candidate, one end. Whoever
 decides something pushes it; `service.py` alone takes it out.
@@ -61,7 +61,7 @@ Event = Admitted | CandidateFailed | Tokens | Finished | Failed
 
 
 @dataclass(eq=False, slots=True)
-class Generation:
+class Caller:
     """A request and its caller. Times are the loop's, None until they happen."""
 
     request: DecodeRequest
