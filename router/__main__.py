@@ -65,7 +65,13 @@ def main() -> None:
     except OSError as error:
         log.error("port is in use", extra={"error": str(error)})
         sys.exit(EXIT_PORT)
-    asyncio.run(Router(config, folder).run(public, admin))
+    asyncio.run(_serve(config, folder, public, admin))
+
+
+async def _serve(
+    config: RouterConfig, folder: ModelFolder, public: socket.socket, admin: socket.socket
+) -> None:
+    await Router(config, folder).run(public, admin)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -101,7 +107,7 @@ class UnknownFields:
 
 
 class Router:
-    """Owns everything that lives as long as the process."""
+    """Owns everything that lives as long as the process. Made inside the event loop."""
 
     def __init__(self, config: RouterConfig, folder: ModelFolder) -> None:
         self._config = config
@@ -111,12 +117,13 @@ class Router:
             self._metrics.show_aliases(folder.name)
         self.drain = Drain()
         self._threads = ThreadPoolExecutor(N_TEXT_THREADS, thread_name_prefix="text")
+        fleet = config.fleet
+        self._channels = ChannelPool(client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key))
+        self.serving = self._serving()
 
     async def run(self, public: socket.socket, admin: socket.socket) -> None:
         """Serve until drained."""
-        fleet = self._config.fleet
-        channels = ChannelPool(client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key))
-        serving = self._serving(channels)
+        fleet, serving, channels = self._config.fleet, self.serving, self._channels
         for address in fleet.prefills:
             serving.registry.add(Role.PREFILL, address)
         for address in fleet.decodes:
@@ -161,8 +168,8 @@ class Router:
         await self.drain.asked_again.wait()
         lifecycle.hurry()
 
-    def _serving(self, channels: ChannelPool) -> Serving:
-        config, metrics = self._config, self._metrics
+    def _serving(self) -> Serving:
+        config, metrics, channels = self._config, self._metrics, self._channels
         rules = make_rules(
             config.fleet.policy,
             config.fleet.prefill_policy,

@@ -23,6 +23,7 @@ from k3.errors import (
     K3Error,
     QueueFull,
     RequestAborted,
+    RequestRejected,
     Unavailable,
 )
 from k3.rpc.client import ChannelPool, call_metadata
@@ -252,8 +253,12 @@ class _Call:
 
     def _finished(self, message: decode_pb2.Finished) -> Finished:
         self._trace.prefill_id = message.prefill_instance_id or self._trace.prefill_id
+        try:
+            reason = finish_from_proto(message.reason)
+        except RequestRejected as error:  # not the client's fault
+            raise GroupFailed(f"decode {self._decode.instance_id}: {error}") from error
         return Finished(
-            finish_from_proto(message.reason),
+            reason,
             message.stop_token_id if message.HasField("stop_token_id") else None,
             usage_from_proto(message.usage),
             times_from_proto(message.times),

@@ -252,7 +252,9 @@ class Registry:
         call = stub.Watch(instance_pb2.WatchRequest())
         try:
             while True:
-                message = await asyncio.wait_for(call.read(), SNAPSHOT_TIMEOUT_S)
+                # Not wait_for: until Python 3.12 it swallows a cancellation that meets the end of the stream.
+                async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                    message = await call.read()
                 if not isinstance(message, instance_pb2.WatchResponse):
                     return
                 if message.instance_id != instance.instance_id:

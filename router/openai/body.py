@@ -89,8 +89,11 @@ class BodyReader:
 
 
 def rejection(error: ValidationError) -> RequestRejected:
-    """The most telling complaint: of a union's branches the one that got furthest."""
-    first = max(error.errors(include_url=False), key=lambda e: len(_path(e["loc"])))
+    """The most telling complaint: of a union's branches the one whose type fits, else the one that got furthest."""
+    first = max(
+        error.errors(include_url=False),
+        key=lambda e: (not _is_type_error(e["type"]), len(_path(e["loc"]))),
+    )
     path = _path(first["loc"])
     param = dotted(path)
     kind = first["type"]
@@ -98,9 +101,12 @@ def rejection(error: ValidationError) -> RequestRejected:
         return RequestRejected(
             f"{param} is required", code="missing_required_parameter", param=param
         )
-    is_type = any(kind.endswith(suffix) for suffix in TYPE_ERRORS)
-    code = "invalid_type" if is_type else "invalid_value"
+    code = "invalid_type" if _is_type_error(kind) else "invalid_value"
     return RequestRejected(f"{param}: {first['msg']}{_got(first)}", code=code, param=param)
+
+
+def _is_type_error(kind: str) -> bool:
+    return any(kind.endswith(suffix) for suffix in TYPE_ERRORS)
 
 
 def _got(error: Mapping[str, Any]) -> str:

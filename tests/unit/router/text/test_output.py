@@ -101,7 +101,9 @@ def test_a_token_whose_text_is_held_by_the_stop_search_waits_with_it() -> None:
 
 
 def test_stop_strings_end_in_reasoning_too_and_do_not_span_channels() -> None:
-    ids = TOKENIZER.encode("x#<|close|>think<|sep|><|open|>response<|sep|>#y##z", allow_special=True)
+    ids = TOKENIZER.encode(
+        "x#<|close|>think<|sep|><|open|>response<|sep|>#y##z", allow_special=True
+    )
     text = choice(["##"])
     runs, _ = summary(run(text, [ids]))
     assert runs == [(Channel.REASONING, "x#"), (Channel.CONTENT, "#y")]

@@ -16,7 +16,9 @@ TINY = Path(__file__).parents[4] / "k3" / "assets" / "tiny"
 TOKENIZER, FORMAT = load_chat_format(TINY)
 CONTROL = FORMAT.control
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-CONTROLS = st.sampled_from([CONTROL.open, CONTROL.close, CONTROL.sep, CONTROL.end_of_msg, CONTROL.pad])
+CONTROLS = st.sampled_from(
+    [CONTROL.open, CONTROL.close, CONTROL.sep, CONTROL.end_of_msg, CONTROL.pad]
+)
 WORDS = st.sampled_from(["think", "response", "tools", "message", 'call tool="f"', "x", " "])
 ANY_TOKENS = st.lists(
     CONTROLS.map(lambda token: [token]) | WORDS.map(TOKENIZER.encode) | TEXT.map(TOKENIZER.encode),
@@ -29,7 +31,7 @@ def parse(
 ) -> dict[Channel, str]:
     parser = ChannelParser(TOKENIZER, CONTROL, start, skip_special_tokens=skip)
     chunks = [chunk for token in ids for chunk in parser.push(token)] + parser.flush()
-    texts = {channel: b"" for channel in Channel}
+    texts = dict.fromkeys(Channel, b"")
     for chunk in chunks:
         texts[chunk.channel] += chunk.data
     return {channel: data.decode("utf-8", "replace") for channel, data in texts.items() if data}
@@ -79,7 +81,8 @@ def test_unknown_tags_inside_text_are_dropped() -> None:
 
 
 def test_tool_calls_are_kept_as_they_were_written() -> None:
-    call = '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep|><|close|>call<|sep|>'
+    argument = '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep|>'
+    call = f'<|open|>call tool="f" index="1"<|sep|>{argument}<|close|>call<|sep|>'
     ids = ids_of(f"<|close|>think<|sep|><|open|>tools<|sep|>{call}<|close|>tools<|sep|>")
     assert parse(ids) == {Channel.TOOLS: call}
 

@@ -1,0 +1,267 @@
+"""What a client sees when instances refuse, fail, die, hang or are not there: before the first token and after it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from k3.config.tree import AdmissionConfig, HttpConfig
+from k3.errors import GroupFailed, QueueFull, RequestRejected, Unavailable
+from k3.v1 import decode_pb2
+from router.fleet.circuit import FAILURES_TO_OPEN
+from router.text.folder import ModelFolder
+from tests.unit.router.conftest import RunningRouter, running_router, until
+from tests.unit.router.fake_engine import CUT, HOLD, FakeEngine
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY: dict[str, Any] = {"prompt": "x"}
+
+
+def pair_of_decodes(first: Any, second: Any) -> list[FakeEngine]:
+    return [
+        FakeEngine(instance_id="decode-a", script=first),
+        FakeEngine(instance_id="decode-b", script=second),
+    ]
+
+
+def failed(reason: str, instance: str = "prefill-a") -> decode_pb2.CandidateFailed:
+    return decode_pb2.CandidateFailed(instance_id=instance, reason=reason, message="why")
+
+
+async def test_a_rejection_by_decode_is_passed_on_and_not_retried(folder: ModelFolder) -> None:
+    error = RequestRejected("too long", code="context_length_exceeded", param="prompt")
+    decodes = pair_of_decodes([error], [[97]])
+    async with running_router(folder, decodes=decodes) as router:
+        answer = await router.client.post(TEXT, json=BODY)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert not decodes[1].requests
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        [CUT],
+        [QueueFull("full")],
+        [Unavailable("leaving", code="draining")],
+        [GroupFailed("a rank died")],
+    ],
+)
+async def test_another_decode_is_tried_before_the_first_token(
+    folder: ModelFolder, first: list[Any]
+) -> None:
+    decodes = pair_of_decodes(first, [[97]])
+    async with running_router(folder, decodes=decodes) as router:
+        await until(lambda: len(router.router.serving.registry.decode_views()) == 2)
+        answer = await router.client.post(TEXT, json=BODY)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == "a"
+        assert [request.attempt for request in decodes[0].requests] == [1]
+        assert [request.attempt for request in decodes[1].requests] == [2]
+        metrics = (await router.client.get("/metrics")).text
+        assert 'k3_router_retries_total{reason="' in metrics
+
+
+async def test_a_request_that_saw_two_instances_die_is_poison(folder: ModelFolder) -> None:
+    decodes = pair_of_decodes([0.0, CUT], [0.0, CUT])
+    async with running_router(folder, decodes=decodes) as router:
+        await until(lambda: len(router.router.serving.registry.decode_views()) == 2)
+        answer = await router.client.post(TEXT, json=BODY)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["code"] == "poison_request"
+        assert answer.headers["x-should-retry"] == "false"
+        assert [len(decode.requests) for decode in decodes] == [1, 1]
+
+
+async def test_a_lost_decode_without_another_is_a_bad_gateway(router: RunningRouter) -> None:
+    router.decode.script = [0.0, CUT]
+    answer = await router.client.post(TEXT, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "instance_failed")
+    assert "127.0.0.1" not in answer.text
+    await router.ready()  # it answers its probe, so it is taken back
+    router.decode.script = [[97]]
+    assert (await router.client.post(TEXT, json=BODY)).status_code == 200
+
+
+async def test_a_full_decode_gets_a_second_chance_and_then_the_client_is_told_to_wait(
+    router: RunningRouter,
+) -> None:
+    router.decode.script = [QueueFull("full", retry_after_s=7)]
+    answer = await router.client.post(TEXT, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "capacity_exceeded")
+    assert answer.headers["retry-after"] == "7"
+    assert len(router.decode.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("unavailable", "instance_failed"), ("transfer_stalled", "transfer_failed")],
+)
+async def test_used_up_candidates_are_a_bad_gateway(
+    router: RunningRouter, reason: str, code: str
+) -> None:
+    router.decode.script = [
+        failed(reason),
+        Unavailable("all candidates failed", code="unavailable"),
+    ]
+    answer = await router.client.post(TEXT, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, code)
+    assert len(router.decode.requests) == 1
+
+
+async def test_a_candidate_that_keeps_failing_is_left_out(folder: ModelFolder) -> None:
+    prefills = [FakeEngine(role="prefill", instance_id=f"prefill-{n}") for n in "ab"]
+    decodes = [FakeEngine(script=[failed("unavailable"), [97]])]
+    async with running_router(folder, decodes=decodes, prefills=prefills) as router:
+        registry = router.router.serving.registry
+        await until(lambda: len([i for i in registry.instances if i.is_usable]) == 3)
+        for _ in range(FAILURES_TO_OPEN + 1):
+            assert (await router.client.post(TEXT, json=BODY)).status_code == 200
+        names = [{c.instance_id for c in request.candidates} for request in decodes[0].requests]
+        assert names == [{"prefill-a", "prefill-b"}] * FAILURES_TO_OPEN + [{"prefill-b"}]
+
+
+async def test_a_pair_that_cannot_transfer_is_not_chosen_again(folder: ModelFolder) -> None:
+    prefills = [FakeEngine(role="prefill", instance_id=f"prefill-{n}") for n in "ab"]
+    decodes = [FakeEngine(script=[failed("layout_mismatch"), [97]])]
+    async with running_router(folder, decodes=decodes, prefills=prefills) as router:
+        registry = router.router.serving.registry
+        await until(lambda: len([i for i in registry.instances if i.is_usable]) == 3)
+        for _ in range(2):
+            assert (await router.client.post(TEXT, json=BODY)).status_code == 200
+        names = [[c.instance_id for c in request.candidates] for request in decodes[0].requests]
+        assert names == [["prefill-a", "prefill-b"], ["prefill-b"]]
+
+
+@pytest.mark.parametrize(
+    "fail", [CUT, GroupFailed("a rank died"), Unavailable("x", code="draining")]
+)
+async def test_after_the_first_token_a_stream_ends_with_an_error_event(
+    router: RunningRouter, fail: Any
+) -> None:
+    router.decode.script = [[97], fail]
+    answer = await router.client.post(TEXT, json={**BODY, "stream": True})
+    assert answer.status_code == 200
+    blocks = answer.text.strip().split("\n\n")
+    assert json.loads(blocks[0][6:])["choices"][0]["text"] == "a"
+    assert json.loads(blocks[-1][6:])["error"]["message"]
+    assert "[DONE]" not in answer.text
+    assert len(router.decode.requests) == 1
+
+
+async def test_after_the_first_token_a_whole_answer_is_an_error(router: RunningRouter) -> None:
+    router.decode.script = [[97], CUT]
+    answer = await router.client.post(TEXT, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "instance_failed")
+
+
+async def test_a_finish_that_nobody_knows_is_a_failure_of_the_instance(
+    router: RunningRouter,
+) -> None:
+    router.decode.finish = 0
+    router.decode.script = [[97]]
+    answer = await router.client.post(TEXT, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "instance_failed")
+
+
+async def test_a_failure_before_the_first_token_of_a_stream_is_an_http_error(
+    router: RunningRouter,
+) -> None:
+    router.decode.script = [GroupFailed("a rank died")]
+    answer = await router.client.post(
+        CHAT, json={"messages": [{"role": "user", "content": "x"}], "stream": True}
+    )
+    assert answer.status_code == 502
+    assert answer.headers["content-type"] == "application/json"
+
+
+async def test_slow_first_tokens_get_headers_and_comments(folder: ModelFolder) -> None:
+    async with running_router(folder, http=HttpConfig(sse_heartbeat_s=0.02)) as router:
+        router.decode.script = [0.2, GroupFailed("a rank died")]
+        answer = await router.client.post(TEXT, json={**BODY, "stream": True})
+        assert answer.status_code == 200  # too late for an HTTP error
+        assert answer.text.startswith(": ping\n\n")
+        assert '"code":"instance_failed"' in answer.text
+        assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("where", ["body", "header"])
+async def test_a_deadline_is_a_gateway_timeout(router: RunningRouter, where: str) -> None:
+    router.decode.script = [HOLD]
+    headers = {"X-Request-Timeout-Ms": "50"} if where == "header" else {}
+    body = BODY if where == "header" else {**BODY, "timeout_ms": 50}
+    answer = await router.client.post(TEXT, json=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"
+    await router.decode.cancelled.wait()
+
+
+async def test_a_deadline_in_mid_stream_is_an_error_event(router: RunningRouter) -> None:
+    router.decode.script = [[97], HOLD]
+    answer = await router.client.post(TEXT, json={**BODY, "stream": True, "timeout_ms": 300})
+    assert '"code":"deadline_exceeded"' in answer.text
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefills", "code"),
+    [
+        ([], None, "no_decode_available"),
+        (None, [], "no_prefill_available"),
+    ],
+)
+async def test_missing_instances_are_unavailable(
+    folder: ModelFolder, decodes: Any, prefills: Any, code: str
+) -> None:
+    async with running_router(
+        folder, decodes=decodes, prefills=prefills, wait_ready=False
+    ) as router:
+        registry = router.router.serving.registry
+        n_engines = 1 if router.decode.address == "" or router.prefill.address == "" else 2
+        await until(lambda: [i.is_usable for i in registry.instances] == [True] * n_engines)
+        answer = await router.client.post(TEXT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        assert answer.headers["retry-after"] == "1"
+        ready = await router.client.get("/ready")
+        assert ready.status_code == 503
+        assert code in [reason["code"] for reason in ready.json()["reasons"]]
+        assert (await router.client.get("/v1/models")).json()["data"] == []
+
+
+async def test_different_layouts_are_never_paired(folder: ModelFolder) -> None:
+    prefills = [FakeEngine(role="prefill", instance_id="prefill-a", layout_fingerprint="other")]
+    async with running_router(folder, prefills=prefills, wait_ready=False) as router:
+        registry = router.router.serving.registry
+        await until(lambda: [i.is_usable for i in registry.instances] == [True, True])
+        ready = await router.client.get("/ready")
+        assert [reason["code"] for reason in ready.json()["reasons"]] == ["incompatible"]
+        assert (await router.client.post(TEXT, json=BODY)).status_code == 503
+
+
+async def test_requests_wait_in_the_router_until_decode_has_room(folder: ModelFolder) -> None:
+    admission = AdmissionConfig(max_queue=2)
+    async with running_router(folder, admission=admission) as router:
+        router.decode.script = [[97]]
+        router.decode.change(pages_free=0)
+        registry = router.router.serving.registry
+        await until(lambda: registry.decode_views()[0].pages_free == 0)
+        waiting = [asyncio.create_task(router.client.post(TEXT, json=BODY)) for _ in range(2)]
+        await until(lambda: router.router.serving.admission.queue_depth == 2)
+        refused = await router.client.post(TEXT, json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "k3_router_queue_depth 2.0" in (await router.client.get("/metrics")).text
+        router.decode.change(pages_free=64)
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_waiting_too_long_in_the_queue_is_a_timeout(folder: ModelFolder) -> None:
+    admission = AdmissionConfig(queue_timeout_s=0.05)
+    async with running_router(folder, admission=admission) as router:
+        router.decode.change(pages_free=0)
+        registry = router.router.serving.registry
+        await until(lambda: registry.decode_views()[0].pages_free == 0)
+        answer = await router.client.post(TEXT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "queue_timeout")

@@ -1,0 +1,202 @@
+"""Everything that is not a generation: operations, admin port, tokenizer endpoints, drain, HTTP rules."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from k3.config.tree import HttpConfig
+from router.text.folder import ModelFolder
+from tests.unit.router.conftest import RunningRouter, running_router, until
+from tests.unit.router.fake_engine import HOLD, FakeEngine
+
+TEXT = "/v1/completions"
+
+
+async def test_operations_answer(router: RunningRouter) -> None:
+    get = router.client.get
+    for path in ("/health", "/healthz", "/livez", "/ping"):
+        assert (await get(path)).json() == {"status": "ok"}
+    assert (await get("/ready")).json() == {"ready": True, "reasons": []}
+    assert (await get("/startup")).status_code == 200
+    version = (await get("/version")).json()
+    assert [entry["id"] for entry in version["instances"]] == ["prefill-a", "decode-a"]
+    models = (await get("/v1/models")).json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in models] == [("tiny", 512)]
+    assert (await get("/v1/models/tiny")).json()["owned_by"] == "k3-serving"
+    missing = await get("/v1/models/gpt")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_metrics_are_there_before_traffic_and_by_accept(router: RunningRouter) -> None:
+    answer = await router.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    for series in (
+        'k3_router_instance_up{instance_role="decode"} 1.0',
+        'k3_router_finish_total{reason="stop"} 0.0',
+        'k3_router_circuit_state{instance_id="decode-a"} 0.0',
+        "k3_ready 1.0",
+        "k3_draining 0.0",
+    ):
+        assert series in answer.text
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    answer = await router.client.get("/metrics", headers=accept)
+    assert answer.text.endswith("# EOF\n")
+
+
+async def test_http_rules(router: RunningRouter) -> None:
+    head = await router.client.head("/metrics")
+    assert (head.status_code, head.content) == (200, b"")
+    wrong = await router.client.get(TEXT)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
+    for path in ("/v1/embeddings", "/v1/responses", "/nowhere"):
+        answer = await router.client.post(path, json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        assert answer.headers["x-request-id"]
+
+
+async def test_tokenize_and_detokenize_are_inverse(router: RunningRouter) -> None:
+    async def post(path: str, **body: Any) -> dict[str, Any]:
+        answer = await router.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    tokens = await post("/tokenize", prompt="Grüße <|sep|>", return_token_strs=True)
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert tokens["max_model_len"] == 512
+    assert tokens["tokens"][-1] == 3845
+    text = await post("/detokenize", tokens=tokens["tokens"], skip_special_tokens=False)
+    assert text == {"prompt": "Grüße <|sep|>"}
+    assert await post("/detokenize", tokens=tokens["tokens"]) == {"prompt": "Grüße "}
+    messages = [{"role": "user", "content": "hi"}]
+    chat = await post("/tokenize", messages=messages)
+    await router.client.post("/v1/chat/completions", json={"messages": messages})
+    assert chat["tokens"] == list(router.decode.requests[-1].token_ids)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert (await post("/tokenize", messages=messages, tools=[tool]))["count"] > chat["count"]
+    info = (await router.client.get("/tokenizer_info")).json()
+    assert (info["eos_token"], info["eos_token_id"]) == ("<|end_of_msg|>", 3842)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": 5}),
+        ("/detokenize", {"tokens": [4096]}),
+        ("/detokenize", {"tokens": "x"}),
+    ],
+)
+async def test_bad_tokenizer_requests_are_refused(
+    router: RunningRouter, path: str, body: dict[str, Any]
+) -> None:
+    answer = await router.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_operators_see_and_change_the_fleet(router: RunningRouter) -> None:
+    second = await FakeEngine(instance_id="decode-b").start()
+    async with httpx.AsyncClient(base_url=router.admin_url) as admin:
+        entries = (await admin.get("/admin/instances")).json()
+        assert [(e["id"], e["state"], e["circuit"]) for e in entries] == [
+            ("prefill-a", "ready", "closed"),
+            ("decode-a", "ready", "closed"),
+        ]
+        assert entries[1]["load"]["kv_total_tokens"] == 64 * 16
+        assert entries[1]["parallel"] == {"tp": 1, "pp": 1, "cp": 1}
+        body = {"role": "decode", "address": second.address}
+        for _ in range(2):
+            assert (await admin.post("/admin/instances", json=body)).status_code == 202
+        registry = router.router.serving.registry
+        await until(lambda: len(registry.decode_views()) == 2)
+        drained = await admin.post("/admin/instances/decode-b/drain", json={"timeout_s": 1})
+        assert (drained.status_code, drained.json()["draining"]) == (202, True)
+        await until(lambda: len(registry.decode_views()) == 1)
+        assert (await admin.post("/admin/instances/decode-b/undrain")).json()["draining"] is False
+        await until(lambda: len(registry.decode_views()) == 2)
+        assert (await admin.delete("/admin/instances/decode-b")).status_code == 202
+        assert (await admin.delete("/admin/instances/decode-b")).status_code == 404
+        flushed = (await admin.post("/admin/cache/flush")).json()
+        assert flushed == [{"id": "prefill-a", "pages": 3, "checkpoints": 0}]
+        assert (await admin.get("/admin/config")).json()["model"]["name"] == "tiny"
+        bad = await admin.put("/admin/log_level", json={"level": "loud"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "level")
+        assert (
+            await admin.post("/admin/instances", json={"role": "decode", "address": "x"})
+        ).status_code == 400
+    assert (await router.client.get("/admin/instances")).status_code == 404
+    await second.stop()
+
+
+async def test_a_drain_finishes_what_runs_and_refuses_what_comes(folder: ModelFolder) -> None:
+    async with running_router(folder) as router:
+        router.decode.script = [[97], 0.3, [98]]
+        running = asyncio.create_task(router.client.post(TEXT, json={"prompt": "x"}))
+        await until(lambda: router.decode.n_running == 1)
+        async with httpx.AsyncClient(base_url=router.admin_url) as admin:
+            assert (await admin.post("/admin/drain")).status_code == 202
+        serving = router.router.serving
+        await until(lambda: serving.lifecycle.phase.value == "refusing")
+        ready = await router.client.get("/ready")
+        assert [reason["code"] for reason in ready.json()["reasons"]] == ["draining"]
+        late = await router.client.post(TEXT, json={"prompt": "x"})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+        assert (await running).json()["choices"][0]["text"] == "ab"
+
+
+async def test_a_second_signal_ends_streams_with_an_error_event(folder: ModelFolder) -> None:
+    async with running_router(folder) as router:
+        router.decode.script = [[97], HOLD]
+        body = {"prompt": "x", "stream": True}
+        running = asyncio.create_task(router.client.post(TEXT, json=body))
+        await until(lambda: router.decode.n_running == 1)
+        router.router.drain.begin()
+        router.router.drain.begin()
+        text = (await running).text
+        assert '"code":"draining"' in text
+        assert "[DONE]" not in text
+
+
+async def test_strict_parameters_refuse_unknown_fields(folder: ModelFolder) -> None:
+    http = replace(HttpConfig(), strict_params=True, cors_origins=("https://a.example",))
+    async with running_router(folder, http=http) as router:
+        answer = await router.client.post(TEXT, json={"prompt": "x", "frobnicate": 1})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (
+            400,
+            "unknown_parameter",
+            "frobnicate",
+        )
+        origin = {"origin": "https://a.example"}
+        answer = await router.client.get("/health", headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_the_router_holds_neither_torch_nor_much_memory() -> None:
+    program = (
+        "import sys, router.__main__, router.text.folder as f, pathlib\n"
+        "folder = f.load_model_folder(pathlib.Path(sys.argv[1]), 'tiny')\n"
+        "bad = {'torch', 'transformers', 'nixl', 'numpy'} & sys.modules.keys()\n"
+        "peak = pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]\n"
+        "print(int(peak) // 1024, sorted(bad))\n"
+    )
+    tiny = Path(__file__).parents[3] / "k3" / "assets" / "tiny"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tiny)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    resident_mb, modules = done.stdout.split(maxsplit=1)
+    assert modules.strip() == "[]"
+    assert int(resident_mb) < 120
