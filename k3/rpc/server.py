@@ -36,6 +36,7 @@ def options(n_requests: int) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
