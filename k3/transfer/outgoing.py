@@ -169,10 +169,10 @@ class Outgoing:
     def resend(self, command: plan_pb2.ResendTransferRecords, now: float) -> None:
         """Send records again, without bytes. While bytes are on their way their records come on their own."""
         transfer = self._transfers.get(command.transfer_id)
-        if transfer is None or transfer.state is State.ENDING:
+        if transfer is None:
             self._refuse(command.transfer_id, "its records are not known any more")
             return
-        if transfer.state is State.OPEN:
+        if transfer.state is not State.SENT:
             return
         for missing in command.missing:
             if missing.sender != self._peers.rank:

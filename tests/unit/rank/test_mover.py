@@ -332,6 +332,17 @@ def test_records_are_not_sent_again_while_bytes_are_on_their_way():
     net.assert_received()
 
 
+def test_asking_an_ending_transfer_for_records_does_not_make_it_quiet():
+    net = running(Net(fabric=Script(rest=Fate(delay_s=1.0)), decode=sharding(3)))
+    net.run(0.05)
+    net.abort(ID)
+    missing = [prefill_pb2.MissingRecords(sender=0, receiver=0)]
+    net.out[0].tell(resend=plan_pb2.ResendTransferRecords(transfer_id=ID, missing=missing))
+    net.run(0.5)
+    assert not net.out[0].heard("quiet")
+    net.until(lambda: bool(net.out[0].heard("quiet")))
+
+
 def test_foreign_records_are_dropped_and_counted():
     net = running(Net(decode=sharding(3)))
     name = net.into[0].endpoint.agent_name
