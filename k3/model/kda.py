@@ -13,6 +13,7 @@ import torch
 from k3_kernels.api import KdaOps
 from k3_kernels.reference.kda import l2_normalize
 from k3_kernels.reference.norm import gated_rms_norm
+from k3_kernels.reference.precision import constant
 from torch import Tensor
 
 from k3.model.batch import ChunkBatch, StageCaches, VerifyBatch
@@ -77,7 +78,7 @@ class Kda:
     def _qkv(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolved [..., H, 3, K] -> normalised q and k, and v."""
         qk = l2_normalize(y[..., :2, :], QK_NORM_EPS)
-        return qk[..., 0, :] * self.head_dim**-0.5, qk[..., 1, :], y[..., 2, :]
+        return qk[..., 0, :] * constant(self.head_dim**-0.5, y), qk[..., 1, :], y[..., 2, :]
 
     def _leave(self, o_THK: Tensor, gate_THK: Tensor) -> Tensor:
         o = gated_rms_norm(o_THK, gate_THK, self.o_norm, self.eps)

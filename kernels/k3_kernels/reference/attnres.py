@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3_kernels.reference.precision import wide
+from k3_kernels.reference.precision import inverse_rms, wide
 
 
 def mix(candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -18,6 +18,5 @@ def mix(candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     Returns [T, H] in the candidates' dtype. The values mixed are the un-normalised candidates.
     """
     v = candidates_TJH.to(wide(candidates_TJH.dtype))
-    inverse_rms = torch.rsqrt(v.square().mean(-1) + eps)  # [T, J]
-    p = torch.softmax((v @ weight_H) * inverse_rms, dim=-1)
+    p = torch.softmax((v @ weight_H) * inverse_rms(v, eps).squeeze(-1), dim=-1)  # [T, J]
     return (p.unsqueeze(1) @ v).squeeze(1).to(candidates_TJH.dtype)

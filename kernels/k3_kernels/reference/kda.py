@@ -13,21 +13,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3_kernels.reference.precision import constant
+
 TILE = 16  # tokens handled at once; small, because a tile holds a C x C x D decay tensor per head
 TILES_AT_ONCE = 32  # bounds the memory of the in-tile part
 
 
 def gate(raw_THD: Tensor, decay_H: Tensor, lower_bound: float | None) -> Tensor:
     """Log decay per channel, <= 0. raw: projection plus dt_bias; decay_H: exp(A_log); both wide."""
-    x = decay_H.unsqueeze(-1) * raw_THD
+    decay = decay_H.unsqueeze(-1)
     if lower_bound is None:
-        return -decay_H.unsqueeze(-1) * torch.nn.functional.softplus(raw_THD)
-    return lower_bound * torch.sigmoid(x)
+        return -decay * torch.nn.functional.softplus(raw_THD)
+    return torch.sigmoid(decay * raw_THD) * constant(lower_bound, raw_THD)
 
 
 def l2_normalize(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + constant(eps, x))
 
 
 def step(

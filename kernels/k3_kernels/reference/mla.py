@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3_kernels.reference.precision import wide
+from k3_kernels.reference.precision import constant, wide
 
 SCORE_VALUES = 1 << 22  # scores held at once by the expanded form: bounds its memory
 
@@ -67,7 +67,8 @@ def decode(
     keys = keys.to(q_THK.dtype)  # [B, S, K], a copy of the pages in use
     keys.masked_fill_(plan.dead_BS.unsqueeze(-1), 0)
     q = q_THK.reshape(n_rows, group * n_heads, width)
-    score = (q @ keys.transpose(1, 2)).to(wide(q.dtype)) * scale  # [B, G * H, S]
+    score = (q @ keys.transpose(1, 2)).to(wide(q.dtype))  # [B, G * H, S]
+    score.mul_(constant(scale, score))
     score = score.view(n_rows, group, n_heads, -1)
     score.masked_fill_(plan.hidden_BGS.unsqueeze(2), float("-inf"))
     lse = torch.logsumexp(score, -1)  # [B, G, H], -inf without keys

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from k3_kernels.reference.mxfp4 import unpack
 from k3_kernels.reference.norm import situ
+from k3_kernels.reference.precision import constant
 
 GATHER_LIMIT = (
     8  # up to so many (token, expert) pairs copying the weights beats a loop over experts
@@ -50,8 +51,8 @@ def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple
     ids = biased.topk(rule.top_k, -1, sorted=False).indices
     weight = score.gather(-1, ids)
     if rule.renormalize and rule.top_k > 1:
-        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-    return ids, weight * rule.scaling
+        weight = weight / (weight.sum(-1, keepdim=True) + constant(1e-20, weight))
+    return ids, weight * constant(rule.scaling, weight)
 
 
 def _limit_groups(biased_TE: Tensor, rule: Routing) -> Tensor:

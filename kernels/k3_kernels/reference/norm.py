@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3_kernels.reference.precision import wide
+from k3_kernels.reference.precision import constant, inverse_rms, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., D], weight: [D] in x's dtype. Returns x's dtype."""
     xw = x.to(wide(x.dtype))
-    y = xw * torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
-    return y.to(x.dtype) * weight
+    return (xw * inverse_rms(xw, eps)).to(x.dtype) * weight
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,7 +25,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """
     acc = wide(gate.dtype)
     xw = x.to(acc)
-    y = xw * torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
+    y = xw * inverse_rms(xw, eps)
     return (y * weight * torch.sigmoid(gate.to(acc))).to(gate.dtype)
 
 
@@ -38,5 +37,6 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     acc = wide(gate.dtype)
     g, u = gate.to(acc), up.to(acc)
     if linear_beta is not None:
-        u = torch.tanh(u / linear_beta) * linear_beta
-    return (torch.tanh(g / beta) * beta * torch.sigmoid(g) * u).to(gate.dtype)
+        u = torch.tanh(u * constant(1 / linear_beta, u)) * constant(linear_beta, u)
+    clipped = torch.tanh(g * constant(1 / beta, g)) * constant(beta, g)
+    return (clipped * torch.sigmoid(g) * u).to(gate.dtype)
