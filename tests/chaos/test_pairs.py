@@ -27,14 +27,16 @@ def test_a_pair_with_different_layouts_never_serves_and_says_why(folder, prompt_
     )
     try:
         cluster.start(30, should_stop=lambda: cluster_engines_ready(cluster))
-        answer = httpx.post(
-            f"{cluster.url}/v1/completions",
-            json={"prompt": prompt_of(10), "max_tokens": 2},
-            timeout=60,
-        )
-        assert answer.status_code == 503
+        body = {"prompt": prompt_of(10), "max_tokens": 2}
+
+        def said_why() -> bool:
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 503
+            return any("layouts" in line for name, line in cluster.logs if name == "router")
+
+        wait_for(said_why, 30, "the router's line about the unfit pair")
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
         assert answer.json()["error"]["code"] == "no_prefill_available"
-        assert any("layout" in line for name, line in cluster.logs if name == "router")
     finally:
         cluster.stop()
 
