@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from k3.errors import ModelError
+from k3.model.fields import Fields
 
 K3_ARCHITECTURE = "KimiK3ForConditionalGeneration"
 ARCHITECTURES = {
@@ -238,7 +239,7 @@ class K3Spec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> K3Spec:
         """Read a wrapper config or a bare text config. Raises ModelError naming the field."""
-        wrapper = _Fields(config, where)
+        wrapper = Fields(config, where)
         if "text_config" in config:
             text = wrapper.section("text_config")
             architecture = _architecture(wrapper)
@@ -271,74 +272,7 @@ class K3Spec:
         )
 
 
-class _Fields:
-    """Typed reads from one JSON object; every error names the field's full path."""
-
-    def __init__(self, values: Mapping[str, Any], path: str) -> None:
-        self.values = values
-        self.path = path
-
-    def error(self, name: str, got: object, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {name}={got!r}: expected {expected}")
-
-    def required(self, name: str, expected: str) -> Any:
-        if name not in self.values:
-            raise ModelError(
-                f"{self.path}: required field {name!r} is missing: expected {expected}; fields of "
-                "the model config are never defaulted, take it from the released config"
-            )
-        return self.values[name]
-
-    def section(self, name: str) -> _Fields:
-        value = self.required(name, "an object")
-        if not isinstance(value, dict):
-            raise self.error(name, value, "an object")
-        return _Fields(cast("dict[str, Any]", value), f"{self.path}: {name}")
-
-    def _integer(self, name: str, value: Any, least: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(name, value, f"an integer of at least {least}")
-        return value
-
-    def size(self, name: str) -> int:
-        return self._integer(name, self.required(name, "a positive integer"), 1)
-
-    def count(self, name: str) -> int:
-        return self._integer(name, self.required(name, "a non-negative integer"), 0)
-
-    def nullable_size(self, name: str) -> int | None:
-        value = self.values.get(name)
-        return None if value is None else self._integer(name, value, 1)
-
-    def flag(self, name: str) -> bool:
-        value = self.required(name, "true or false")
-        if not isinstance(value, bool):
-            raise self.error(name, value, "true or false")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.required(name, "a number")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, value, "a number")
-        return float(value)
-
-    def nullable_number(self, name: str) -> float | None:
-        return None if self.values.get(name) is None else self.number(name)
-
-    def choice(self, name: str, *allowed: str) -> str:
-        value = self.required(name, " or ".join(allowed))
-        if value not in allowed:
-            raise self.error(name, value, " or ".join(allowed) + "; nothing else is supported")
-        return str(value)
-
-    def layer_list(self, name: str) -> tuple[int, ...]:
-        value = self.required(name, "a list of 1-based layer numbers")
-        if not isinstance(value, list):
-            raise self.error(name, value, "a list of 1-based layer numbers")
-        return tuple(self._integer(name, item, 1) for item in cast("list[Any]", value))
-
-
-def _architecture(wrapper: _Fields) -> str:
+def _architecture(wrapper: Fields) -> str:
     value = wrapper.required("architectures", f"[{K3_ARCHITECTURE!r}]")
     listed = cast("list[Any]", value) if isinstance(value, list) else []
     if not listed or listed[0] not in ARCHITECTURES:
@@ -348,13 +282,13 @@ def _architecture(wrapper: _Fields) -> str:
     return ARCHITECTURES[listed[0]]
 
 
-def _bare_architecture(text: _Fields) -> str:
+def _bare_architecture(text: Fields) -> str:
     """A text config alone. Its own `architectures` is the older Kimi-Linear's and is not read."""
     text.choice("model_type", TEXT_MODEL_TYPE)
     return K3_ARCHITECTURE
 
 
-def _refuse_unsupported(text: _Fields) -> None:
+def _refuse_unsupported(text: Fields) -> None:
     if not text.flag("mla_use_nope"):
         raise text.error(
             "mla_use_nope", False, "true; rotary positions in MLA layers are not implemented"
@@ -366,7 +300,7 @@ def _refuse_unsupported(text: _Fields) -> None:
         raise text.error("num_key_value_heads", kv_heads, f"num_attention_heads={heads}")
 
 
-def _layer_kinds(text: _Fields, linear: _Fields) -> tuple[LayerKind, ...]:
+def _layer_kinds(text: Fields, linear: Fields) -> tuple[LayerKind, ...]:
     n_layers = text.size("num_hidden_layers")
     kda, full = linear.layer_list("kda_layers"), linear.layer_list("full_attn_layers")
     if sorted(kda + full) != list(range(1, n_layers + 1)):
@@ -378,7 +312,7 @@ def _layer_kinds(text: _Fields, linear: _Fields) -> tuple[LayerKind, ...]:
     return tuple(LayerKind.MLA if i in mla else LayerKind.KDA for i in range(1, n_layers + 1))
 
 
-def _mla(text: _Fields) -> MlaSpec:
+def _mla(text: Fields) -> MlaSpec:
     return MlaSpec(
         n_heads=text.size("num_attention_heads"),
         q_lora_rank=text.nullable_size("q_lora_rank"),
@@ -390,7 +324,7 @@ def _mla(text: _Fields) -> MlaSpec:
     )
 
 
-def _kda(linear: _Fields) -> KdaSpec:
+def _kda(linear: Fields) -> KdaSpec:
     lower_bound = linear.nullable_number("gate_lower_bound")
     if lower_bound is not None and lower_bound >= 0:
         raise linear.error("gate_lower_bound", lower_bound, "a negative number or null")
@@ -403,7 +337,7 @@ def _kda(linear: _Fields) -> KdaSpec:
     )
 
 
-def _moe(text: _Fields) -> MoeSpec:
+def _moe(text: Fields) -> MoeSpec:
     latent = text.nullable_size("routed_expert_hidden_size")
     grouped = text.flag("use_grouped_topk")
     moe = MoeSpec(
@@ -430,7 +364,7 @@ def _moe(text: _Fields) -> MoeSpec:
     return moe
 
 
-def _situ(text: _Fields) -> SituSpec:
+def _situ(text: Fields) -> SituSpec:
     beta = text.nullable_number("activation_situ_beta")
     return SituSpec(
         beta=1.0 if beta is None else beta,
@@ -438,7 +372,7 @@ def _situ(text: _Fields) -> SituSpec:
     )
 
 
-def _dtype(text: _Fields, wrapper: _Fields) -> str:
+def _dtype(text: Fields, wrapper: Fields) -> str:
     for fields in (text, wrapper):
         for name in ("dtype", "torch_dtype"):
             if name in fields.values:
@@ -446,7 +380,7 @@ def _dtype(text: _Fields, wrapper: _Fields) -> str:
     return str(text.required("dtype", " or ".join(ITEM_BYTES)))
 
 
-def _mxfp4(text: _Fields, wrapper: _Fields) -> bool:
+def _mxfp4(text: Fields, wrapper: Fields) -> bool:
     """Whether routed experts are stored as MXFP4. Any other quantisation is refused."""
     for fields in (text, wrapper):
         if fields.values.get("quantization_config") is not None:
@@ -462,7 +396,7 @@ def _mxfp4(text: _Fields, wrapper: _Fields) -> bool:
     return False
 
 
-def _token_id(name: str, *sections: _Fields) -> int | None:
+def _token_id(name: str, *sections: Fields) -> int | None:
     for fields in sections:
         value = fields.values.get(name)
         if value is not None:

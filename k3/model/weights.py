@@ -241,7 +241,10 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read tensor {name}: {error}") from error
         self._count(name)
-        return tensor.to(self.device, tensor.dtype if keep_dtype else dtype or self.dtype)
+        # A copy always: what is read may be mapped from a file that someone replaces.
+        return tensor.to(
+            self.device, tensor.dtype if keep_dtype else dtype or self.dtype, copy=True
+        )
 
     def _count(self, name: str) -> None:
         if name in self._left:
