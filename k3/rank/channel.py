@@ -29,9 +29,15 @@ LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A socket in the file system."""
+    """A socket of this machine: in the file system, or with a leading NUL in Linux' abstract names.
+
+    An abstract name vanishes with its last socket, so not even a killed process leaves anything behind.
+    """
 
     path: str
+
+    def __str__(self) -> str:
+        return "unix:" + self.path.replace("\0", "@", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +52,16 @@ Address = UnixAddress | TcpAddress
 
 
 def parse_address(text: str) -> Address:
-    """`unix:/path` or `tcp:host:port`. Raises ConfigError."""
+    """`unix:/path`, `unix:@abstract-name` or `tcp:host:port`. Raises ConfigError."""
     scheme, _colon, rest = text.partition(":")
     if scheme == "unix" and rest.startswith("/"):
         return UnixAddress(rest)
+    if scheme == "unix" and rest.startswith("@") and len(rest) > 1:
+        return UnixAddress("\0" + rest[1:])
     host, _colon, port = rest.rpartition(":")
     if scheme == "tcp" and host and port.isdigit() and 0 < int(port) < 65536:
         return TcpAddress(host.strip("[]"), int(port))
-    raise ConfigError(f"front address {text!r}: expected unix:/path or tcp:host:port")
+    raise ConfigError(f"front address {text!r}: expected unix:/path, unix:@name or tcp:host:port")
 
 
 def encode(message: Message) -> bytes:

@@ -212,7 +212,7 @@ def _make_core(
         agent.register(regions)
         return agent
 
-    core = MoverCore(
+    return MoverCore(
         rank=rank,
         spec=spec,
         geometry=geometry,
@@ -222,7 +222,6 @@ def _make_core(
         library_version=NIXL_VERSION,
         now=time.monotonic(),
     )
-    return core
 
 
 def _regions(layout: CacheLayout, storage: Storage) -> tuple[Region, ...]:

@@ -143,7 +143,9 @@ class MoverCore:
             case "rebuild":
                 self._rebuild("asked by the front", now)
             case None:
-                raise ConnectionError("transfer command without content: front and rank differ")
+                raise ValueError(
+                    "transfer command without content; front and ranks must run the same version"
+                )
         self._drain_outgoing()
 
     def _rebuild(self, why: str, now: float) -> None:
@@ -216,9 +218,9 @@ class Mover:
                 self._loop(core)
             finally:
                 core.close()
-        except (EOFError, OSError):
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             if not self._is_stopping:
-                _die("mover: the front closed the transfer connection")
+                _die("the front closed the transfer connection")
         except Exception:
             _die(f"mover failed:\n{traceback.format_exc()}")
 

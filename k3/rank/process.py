@@ -51,7 +51,7 @@ class RankProcess:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "k3.rank.main"),
             *("--service", service, "--rank", str(number)),
-            *("--front", f"unix:{front.path}", "--parent", str(os.getpid())),
+            *("--front", str(front), "--parent", str(os.getpid())),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -1,8 +1,9 @@
 """`RankGroup`: the ranks of one engine as seen from its front: spawned, greeted, watched, and ended together.
 
-Ranks are plain subprocesses that dial back over a Unix socket in a private folder, twice each (plan and transfer), and
-prove themselves with a token from their environment. One rank lost is the group lost: a closed connection, a RankError,
-an exit, a silent mover or an unanswered plan all end in one `GroupFailed` that names the rank and the reason.
+Ranks are plain subprocesses that dial back over a Unix socket, twice each (plan and transfer), and prove themselves
+with a token from their environment; when all have come, nobody else can. One rank lost is the group lost: a closed
+connection, a RankError, an exit, a silent mover or an unanswered plan all end in one `GroupFailed` that names the rank
+and the reason.
 """
 
 from __future__ import annotations
@@ -10,17 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from k3.config.tree import EngineConfig
@@ -41,6 +38,7 @@ DUMP_S = 1.0
 TERM_S, KILL_S = 2.0, 5.0  # what a terminated, a killed rank may take
 GRIEF_S = 0.5  # a closed connection waits this long for the reason
 QUEUE = 4096
+N_CHANNELS = 2
 
 T = TypeVar("T")
 
@@ -75,6 +73,7 @@ class RankGroup:
         self._setup.CopyFrom(setup)
         self._on_progress = on_progress
         self._ranks = [_Rank() for _ in range(n_ranks)]
+        self.address = UnixAddress(f"\0k3-{service}-{secrets.token_hex(16)}")
         self._token = secrets.token_hex(16)
         self._results: Mailbox[plan_pb2.StepResult] = Mailbox(QUEUE)
         self._statuses: Mailbox[tuple[int, plan_pb2.TransferStatus]] = Mailbox(QUEUE)
@@ -83,7 +82,6 @@ class RankGroup:
         self._failure: K3Error | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._folder: Path | None = None
         self._is_stopping = False
 
     @property
@@ -136,25 +134,15 @@ class RankGroup:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
         self._fail(GroupFailed(f"the ranks of {self._service} were stopped"))
 
     async def _spawn_all(self) -> None:
         if len(self._ranks) > 1 and not self._setup.rendezvous:
             self._setup.rendezvous = f"127.0.0.1:{_free_port()}"
-        self._folder = Path(tempfile.mkdtemp(prefix=f"k3-ranks-{os.getpid()}-"))
-        path = self._folder / "front"
-        if len(str(path)) > 100:
-            raise ConfigError(
-                f"socket path {path} has {len(str(path))} characters, at most 100 fit; set TMPDIR to a shorter folder"
-            )
-        self._server = await listen(UnixAddress(str(path)), self._greet)
+        self._server = await listen(self.address, self._greet)
         env = environment(self._config, self._token)
         for number, rank in enumerate(self._ranks):
-            rank.process = await RankProcess.spawn(
-                self._service, number, UnixAddress(str(path)), env
-            )
+            rank.process = await RankProcess.spawn(self._service, number, self.address, env)
             self._own(rank.process.forward_output(), f"output of rank {number}")
             self._own(self._await_exit(number, rank.process), f"exit of rank {number}")
 
@@ -228,6 +216,8 @@ class RankGroup:
             channel.close()
             return
         self._ranks[hello.rank].channels[hello.connection] = channel
+        if self._server is not None and all(len(r.channels) == N_CHANNELS for r in self._ranks):
+            self._server.close()
         if hello.connection == plan_pb2.CONNECTION_PLAN:
             await channel.send(plan_pb2.FrontMessage(setup=self._setup), SEND_S)
             self._own(self._read_plans(hello.rank, channel), f"plans of rank {hello.rank}")

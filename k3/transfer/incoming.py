@@ -14,6 +14,7 @@ from k3.transfer.record import Record, unpack
 from k3.v1 import plan_pb2, prefill_pb2
 
 Status = plan_pb2.TransferStatus
+MAX_EXPECTED = 4096  # the oldest ones are long over
 MAX_RECORDS = 1 << 16  # of one sender; a higher number is not ours
 
 
@@ -66,6 +67,8 @@ class Incoming:
         draft_senders = {sender: _Tally() for sender in command.draft_senders}
         expected = _Expected(command.nonce, senders, draft_senders, now)
         self._expected[command.transfer_id] = expected
+        if len(self._expected) > MAX_EXPECTED:
+            del self._expected[next(iter(self._expected))]
         return self._arrival(command.transfer_id, expected)
 
     def forget(self, transfer_id: int) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -59,16 +58,14 @@ async def running(config: EngineConfig | None = None) -> AsyncIterator[tuple[Ran
     finally:
         await group.stop(2.0)
         assert not is_alive(pid)
-        assert not leftovers()
+        assert not is_open(group)
 
 
-def leftovers() -> list[str]:
-    """Folders of rank groups of this test process."""
-    return [
-        str(path)
-        for path in Path(tempfile.gettempdir()).glob("k3-ranks-*")
-        if path.name.split("-")[2] == str(os.getpid())
-    ]
+def is_open(group: RankGroup) -> bool:
+    """Whether somebody listens at the group's door."""
+    name = str(group.address).removeprefix("unix:")
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return any(line.endswith(name) and line.split()[3] == "00010000" for line in lines)
 
 
 def is_alive(pid: int) -> bool:
@@ -166,22 +163,33 @@ async def test_a_model_that_does_not_fit_keeps_its_type(tmp_path: Path):
     group = make_group(make_config(tmp_path))
     with pytest.raises(ModelError, match="safetensors"):
         await group.start(START_S)
-    assert not leftovers()
+    assert not is_open(group)
 
 
-async def test_a_stranger_on_the_socket_is_refused():
-    async with running() as (group, _pid):
-        (folder,) = leftovers()
-        reader, writer = await asyncio.open_unix_connection(f"{folder}/front")
-        channel = AsyncChannel(reader, writer)
+async def test_a_stranger_is_refused_and_the_door_closes_behind_the_ranks():
+    group = make_group(make_config())
+    starting = asyncio.create_task(group.start(START_S))
+    try:
+        await until(lambda: is_open(group), 10.0)
+        channel = AsyncChannel(*await asyncio.open_unix_connection(group.address.path))
         hello = plan_pb2.Hello(rank=0, token="guess", connection=plan_pb2.CONNECTION_PLAN)
         await channel.send(plan_pb2.RankMessage(hello=hello), 5.0)
         with pytest.raises(EOFError):
             async with asyncio.timeout(5):
                 await channel.receive(plan_pb2.FrontMessage)
         channel.close()
-        await group.send_plan(plan(1))
-        assert (await group.next_result()).step_id == 1
+        await starting
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_unix_connection(group.address.path)
+    finally:
+        await group.stop(2.0)
+
+
+async def test_a_mover_that_fails_ends_its_rank():
+    async with running() as (group, _pid):
+        await group.command(0, plan_pb2.TransferCommand())
+        with pytest.raises(GroupFailed, match="transfer command without content"):
+            await failure(group.next_status, 5)
 
 
 FRONT = """

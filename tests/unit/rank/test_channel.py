@@ -43,6 +43,7 @@ def ends():
     ("text", "address"),
     [
         ("unix:/tmp/x", UnixAddress("/tmp/x")),
+        ("unix:@x", UnixAddress("\0x")),
         ("tcp:localhost:50000", TcpAddress("localhost", 50000)),
         ("tcp:[::1]:1", TcpAddress("::1", 1)),
     ],
@@ -52,10 +53,10 @@ def test_an_address_is_a_path_or_a_port(text, address):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "/tmp/x", "unix:x", "tcp:host", "tcp::1", "tcp:h:0", "tcp:h:65536"]
+    "text", ["", "/tmp/x", "unix:x", "unix:@", "tcp:host", "tcp::1", "tcp:h:0", "tcp:h:65536"]
 )
 def test_anything_else_is_refused_with_both_forms(text):
-    with pytest.raises(ConfigError, match="expected unix:/path or tcp:host:port"):
+    with pytest.raises(ConfigError, match="expected unix:/path, unix:@name or tcp:host:port"):
         parse_address(text)
 
 
@@ -107,11 +108,13 @@ def test_bytes_that_are_no_message_are_refused(ends):
         channel.receive(plan_pb2.RankMessage)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("kind", ["unix", "abstract", "tcp"])
 async def test_both_ends_talk_over_both_addresses(kind, tmp_path):
     met: asyncio.Queue[AsyncChannel] = asyncio.Queue(1)
     if kind == "unix":
         address = UnixAddress(str(tmp_path / "s"))
+    elif kind == "abstract":
+        address = UnixAddress(f"\0{tmp_path}")
     else:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
