@@ -210,6 +210,7 @@ def _make_core(
     def build() -> TransferAgent:
         agent = NixlAgent(f"{setup.instance_id}-r{rank}")
         agent.register(regions)
+        agent.check_idle_cpu()
         return agent
 
     return MoverCore(

@@ -32,7 +32,7 @@ KNOWN_VERSIONS = ("1.5.1",)
 PROGRESS_DELAY_US = (
     2000  # idle agent: 1.5 % of a core; 1000: 3 %; 10000: large writes take twice as long
 )
-IDLE_CPU_LIMIT = 0.05
+IDLE_CPU_LIMIT, IDLE_CHECK_S = 0.05, 0.5
 METADATA_LIMIT = 1 << 20
 LOST = (bindings.nixlRemoteDisconnectError, bindings.nixlNotFoundError)
 
@@ -203,7 +203,7 @@ class NixlAgent:
     def check_idle_cpu(self) -> float:
         """Share of one core that the library's own threads use over half a second; warns above the limit."""
         start, spent = time.monotonic(), _cpu_s(self._threads)
-        time.sleep(0.5)
+        time.sleep(IDLE_CHECK_S)
         share = (_cpu_s(self._threads) - spent) / (time.monotonic() - start)
         if share > IDLE_CPU_LIMIT:
             log.warning(

@@ -29,7 +29,7 @@ SHAPES = [
     (sharding(N, pp=2), sharding(N, cp=2)),
     (sharding(N, tp=4), sharding(N, pp=2)),
 ]
-QUICK = TransferConfig(handle_deadline_s=1.0, drain_s=1.0)
+QUICK = TransferConfig(handle_deadline_s=2.0, drain_s=1.5)
 
 
 class Crew:
