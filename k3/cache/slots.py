@@ -6,6 +6,7 @@ older epoch is recognised as foreign. Pure: no tensors, no clock.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -18,7 +19,8 @@ class SlotCounts(NamedTuple):
     quarantined: int
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slot:
     """A slot and the epoch of this holder."""
 
     index: int
