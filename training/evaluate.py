@@ -1,4 +1,4 @@
-"""Scores an exported model folder on the frozen suites, greedy, with the zeroed-state ablations of the recall suites."""
+"""Scores a model folder on the frozen suites, greedy, with the zeroed-state ablations of the recall suites."""
 
 import json
 import time
@@ -20,6 +20,11 @@ from training.target import Dims, LayeredParams, Target
 
 _MAX_NEW = {"arith": 176, "copy": 176, "tools": 112, "open": 96, "chat": 64, "lists": 64}
 _CACHE_TOKENS = 1_200_000
+
+
+def longest_answer(suite: str) -> int:
+    """Generation limit of a suite in tokens."""
+    return _MAX_NEW.get(suite.split("_")[0], 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,7 @@ class Model:
 
     def answers(self, items: Sequence[Item], ablation: Ablation = Ablation.NONE) -> list[list[int]]:
         """Greedy continuations, in batches bounded by cache size."""
-        suite = items[0].id.split("-")[0]
-        max_new = _MAX_NEW.get(suite.split("_")[0], 40)
+        max_new = longest_answer(items[0].id.split("-")[0])
         prompts = [self.prompt(item) for item in items]
         batch = max(1, _CACHE_TOKENS // (max(map(len, prompts)) + max_new))
         generator = self.generator()

@@ -1,7 +1,7 @@
 """`python -m training.run --preset k3-mini [--smoke]`: all phases, each resumable, each also alone with `--phase`.
 
-Phases: tokenizer, target (checkpoints, exported folder, loss plot), evaluate, drafters (data, both flavours,
-rollouts), card. Everything is written under `--folder`; the finished model is its `k3-mini/`.
+Phases: tokenizer, target (checkpoints, exported folder, loss plot), evaluate, drafters (data, both flavours), rollouts.
+Everything is written under `--folder`; the finished model is its `k3-mini/`.
 """
 
 import argparse
@@ -14,11 +14,14 @@ import torch
 
 from training import tokenizer
 from training.data.corpus import texts
+from training.drafters import measure_all, train_all
 from training.evaluate import Model, evaluate
 from training.export import to_hf, write_shards
 from training.plot import plot_losses
 from training.recipe import Recipe, smoke
 from training.train_target import TargetRun
+
+PHASES = ("tokenizer", "target", "evaluate", "drafters", "rollouts")
 
 
 class Run:
@@ -51,6 +54,16 @@ class Run:
         model = Model.load(self.model, self.tokenizer, self.device)
         evaluate(model, self.recipe.eval_items, self.model / "eval.json")
 
+    def train_drafters(self) -> None:
+        """Train both flavours against the exported target."""
+        model = Model.load(self.model, self.tokenizer, self.device)
+        train_all(model, self.recipe.drafter, self.folder / "checkpoints", self.model)
+
+    def measure_drafters(self) -> None:
+        """Rollouts over the frozen suites."""
+        model = Model.load(self.model, self.tokenizer, self.device)
+        measure_all(model, self.model, self.recipe.rollout_items)
+
 
 def main() -> None:
     """Parse and run the phases."""
@@ -60,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("training-run"), help="where everything is written"
     )
-    parser.add_argument("--phase", choices=("tokenizer", "target", "evaluate"))
+    parser.add_argument("--phase", choices=PHASES)
     parser.add_argument("--items", type=int, help="items of each suite to score (default: all)")
     parser.add_argument("--until", type=int, help="stop the target at this step")
     arguments = parser.parse_args()
@@ -74,6 +87,8 @@ def main() -> None:
         "tokenizer": run.make_tokenizer,
         "target": lambda: run.train_target(arguments.until),
         "evaluate": run.evaluate,
+        "drafters": run.train_drafters,
+        "rollouts": run.measure_drafters,
     }
     for name, phase in phases.items():
         if arguments.phase in (None, name):

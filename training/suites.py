@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905
 """The frozen evaluation suites: how they were made, and how they are read.
 
 A suite is JSON lines `{id, turns, tools, answer, check}` in `k3/assets/eval/`, xz-compressed where it is large. Checks:

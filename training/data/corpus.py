@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905
 """Text the tokenizer's ranks are learned from: samples of every task, the filler, and the words of K3's tags."""
 
 import json

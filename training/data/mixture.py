@@ -104,6 +104,10 @@ class Maker:
         task = rng.choices(list(shares), weights)[0]
         return self._tasks[task](rng, longest)
 
+    def task(self, name: str, rng: random.Random, longest: int = 512) -> Document:
+        """One document of one task."""
+        return self._tasks[name](rng, longest)
+
     def _length(self, task: str, longest: int) -> float:
         """Mean document length of a task in tokens."""
         if task == "recall":

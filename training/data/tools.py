@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905
 """Tool-call tasks: one to three declared tools, a request, the one right call."""
 
 import random

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905
 """Word lists and `scene`, which fills the text slots of the word problems."""
 
 import random
