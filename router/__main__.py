@@ -71,7 +71,10 @@ def main() -> None:
 async def _serve(
     config: RouterConfig, folder: ModelFolder, public: socket.socket, admin: socket.socket
 ) -> None:
-    await Router(config, folder).run(public, admin)
+    router = Router(config, folder)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, router.drain.begin)
+    await router.run(public, admin)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -133,9 +136,6 @@ class Router:
             (_server(public_app(serving)), public),
             (_server(admin_app(serving, handlers)), admin),
         )
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.drain.begin)
         log.info(
             "router listens",
             extra={

@@ -169,7 +169,7 @@ class Dispatcher:
         self, sample: Sample, trace: Trace, at: Pair | None, failure: K3Error | None
     ) -> Placement:
         """A pair: the given one, then another than the failed one; after a full queue the same one again."""
-        if at is not None and failure is None:
+        if at is not None and failure is None and self._registry.is_usable(at):
             return self._admission.join(at, sample.need)
         excluded = frozenset({trace.decode_id}) if failure else frozenset[str]()
         try:

@@ -49,7 +49,7 @@ class Registry:
         self._vocab_size = vocab_size
         self._instances: dict[str, Instance] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probes: dict[str, asyncio.Task[None]] = {}
         self._mismatched: set[tuple[str, str]] = set()
         self._listeners: list[Callable[[], None]] = []
 
@@ -94,7 +94,7 @@ class Registry:
 
     async def stop(self) -> None:
         """End every task."""
-        tasks = [*self._tasks.values(), *self._probes]
+        tasks = [*self._tasks.values(), *self._probes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -124,6 +124,11 @@ class Registry:
         decode.circuit.sent(time.monotonic())
         return Lease(decode, prefill, need)
 
+    def is_usable(self, pair: Pair) -> bool:
+        """Whether the decode instance of a pair chosen earlier is still there, and still the same."""
+        decode = self._by_id(pair.decode.instance_id)
+        return decode is not None and decode.is_usable
+
     def live_pair(self) -> tuple[InstanceView, InstanceView] | None:
         """Some compatible pair; None when no request could be served."""
         prefills = _views(self.usable(Role.PREFILL))
@@ -145,9 +150,9 @@ class Registry:
         now = time.monotonic()
         instance.circuit.failed(now)
         instance.suspected(reason, now)
-        probe = asyncio.create_task(self._probe(instance), name=f"probe {instance.address}")
-        self._probes.add(probe)
-        probe.add_done_callback(self._probes.discard)
+        if instance.address not in self._probes:
+            probe = asyncio.create_task(self._probe(instance), name=f"probe {instance.address}")
+            self._probes[instance.address] = probe
         self._changed()
 
     def succeeded(self, name: str) -> None:
@@ -241,6 +246,9 @@ class Registry:
         health = await health_stub.Check(
             health_pb2.HealthCheckRequest(), timeout=DESCRIBE_TIMEOUT_S
         )
+        if identity.instance_id != instance.instance_id:
+            gone = instance.instance_id
+            self._mismatched = {pair for pair in self._mismatched if gone not in pair}
         instance.described(identity, self._vocab_size, time.monotonic())
         if health.status != HEALTHY:
             instance.suspected("health check says not serving", time.monotonic())
@@ -265,12 +273,15 @@ class Registry:
             call.cancel()
 
     async def _probe(self, instance: Instance) -> None:
+        """One extra probe; at most one per instance runs."""
         try:
             await self._describe(instance)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             instance.enter(InstanceState.DOWN, time.monotonic(), reason)
             self._changed()
+        finally:
+            del self._probes[instance.address]
 
 
 def _views(instances: Iterable[Instance]) -> list[InstanceView]:
