@@ -6,7 +6,7 @@ and InstanceService are the process frame's (`k3/rpc/engine.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 
@@ -36,7 +36,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     raise answer
                 await context.write(answer)
         finally:
-            remaining_s = context.time_remaining()
+            remaining_s = cast("float | None", context.time_remaining())  # None: no deadline
             is_late = remaining_s is not None and remaining_s <= 0.0
             reason = (
                 prefill_pb2.ABORT_REASON_DEADLINE if is_late else prefill_pb2.ABORT_REASON_CLIENT

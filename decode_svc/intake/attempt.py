@@ -189,10 +189,8 @@ class Attempt:
                     self._resend_at = now + self.times.resend_after_s
             case "quiesced":
                 self.quiesced = True  # a stream has one destination at most
-            case "prompt_logprobs" | None:
-                raise TransferError(
-                    f"unexpected message {message.WhichOneof('message')!r} from prefill"
-                )
+            case other:
+                raise TransferError(f"unexpected message {other!r} from prefill")
 
     async def _on_progress(self, progress: prefill_pb2.Progress, now: float) -> None:
         await self._say(ToPrefill(heartbeat_echo=prefill_pb2.HeartbeatEcho(seq=progress.seq)))
