@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -121,7 +120,3 @@ async def running_router(
 async def router(folder: ModelFolder) -> AsyncIterator[RunningRouter]:
     async with running_router(folder) as running:
         yield running
-
-
-def free_socket() -> socket.socket:
-    return bind("127.0.0.1", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from k3.config.tree import HttpConfig
+from router.__main__ import bind
 from router.text.folder import ModelFolder
 from tests.unit.router.conftest import RunningRouter, running_router, until
 from tests.unit.router.fake_engine import HOLD, FakeEngine
@@ -200,3 +202,8 @@ def test_the_router_holds_neither_torch_nor_much_memory() -> None:
     resident_mb, modules = done.stdout.split(maxsplit=1)
     assert modules.strip() == "[]"
     assert int(resident_mb) < 120
+
+
+def test_listening_sockets_let_asyncio_turn_delayed_writes_off() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
