@@ -82,10 +82,11 @@ def main() -> int:
 
 
 def _prepare_process(parent: int | None) -> None:
-    """Dump stacks on SIGUSR1, leave ctrl-C to the front, do not outlive it."""
+    """Dump stacks on SIGUSR1, leave ctrl-C and SIGTERM to the front, do not outlive it."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for left_to_the_front in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(left_to_the_front, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if parent is not None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

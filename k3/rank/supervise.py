@@ -35,7 +35,7 @@ FAREWELL_S = 0.5
 SILENCE_S = 10.0
 WATCH_S = 0.5
 DUMP_S = 1.0
-TERM_S, KILL_S = 2.0, 5.0  # what a terminated, a killed rank may take
+KILL_S = 5.0  # what a killed rank may take to go
 GRIEF_S = 0.5  # a closed connection waits this long for the reason
 QUEUE = 4096
 N_CHANNELS = 2
@@ -114,7 +114,10 @@ class RankGroup:
         return [rank.mover for rank in self._ranks if rank.mover is not None]
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Ask the ranks to finish, then TERM, then KILL them; reaps all and removes the socket. Idempotent."""
+        """Ask the ranks to finish, kill those that have not after `grace_s`, reap all. Idempotent.
+
+        Ranks ignore SIGINT and SIGTERM, which a terminal or a service manager sends to them too while we drain.
+        """
         if self._is_stopping:
             return
         self._is_stopping = True
@@ -155,17 +158,16 @@ class RankGroup:
 
     async def _reap(self, grace_s: float) -> None:
         processes = [rank.process for rank in self._ranks if rank.process is not None]
-        for patience_s, force in (
-            (grace_s, signal.SIGTERM),
-            (TERM_S, signal.SIGKILL),
-            (KILL_S, None),
-        ):
+
+        async def all_ended(patience_s: float) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await asyncio.gather(*(process.wait() for process in processes))
-            for process in processes:
-                if force is not None:
-                    process.wake_and_signal(force)
+
+        await all_ended(grace_s)
+        for process in processes:
+            process.wake_and_signal(signal.SIGKILL)
+        await all_ended(KILL_S)
 
     # ------------------------------------------------------------------ what the driver uses
 
@@ -304,7 +306,7 @@ class RankGroup:
                 GRIEF_S
             )  # its last words, still in the connection, are the better reason
             await self._mourn(number, "its process ended")
-        elif code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+        elif code not in (0, -signal.SIGKILL):
             log.warning("rank %d ended with %s", number, process.end)
 
     async def _mourn(self, number: int, reason: str) -> None:

@@ -126,6 +126,14 @@ async def test_a_killed_rank_fails_every_wait_with_its_number_and_signal():
             await group.send_plan(plan(1))
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+async def test_a_rank_leaves_polite_signals_to_its_front(sent: signal.Signals):
+    async with running() as (group, pid):
+        os.kill(pid, sent)
+        await group.send_plan(plan(1))
+        assert (await group.next_result()).step_id == 1
+
+
 async def test_a_failed_step_fails_the_group_with_the_ranks_own_words():
     async with running() as (group, _pid):
         await group.send_plan(plan(5))
