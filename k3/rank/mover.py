@@ -132,8 +132,8 @@ class MoverCore:
             case "copy":
                 self._outgoing.copy(command.copy)
             case "abort":
-                self._incoming.forget(command.abort.transfer_id)
-                self._outgoing.abort(command.abort.transfer_id, now)
+                if not self._incoming.forget(command.abort.transfer_id):
+                    self._outgoing.abort(command.abort.transfer_id, now)
             case "drop_peer":
                 self._outgoing.drop(command.drop_peer.peer_id, now)
             case "resend":

@@ -71,9 +71,9 @@ class Incoming:
             del self._expected[next(iter(self._expected))]
         return self._arrival(command.transfer_id, expected)
 
-    def forget(self, transfer_id: int) -> None:
-        """Stop waiting; whatever still comes is foreign. Unknown ids are fine."""
-        self._expected.pop(transfer_id, None)
+    def forget(self, transfer_id: int) -> bool:
+        """Stop waiting; whatever still comes is foreign. Returns whether the transfer was known."""
+        return self._expected.pop(transfer_id, None) is not None
 
     def clear(self) -> None:
         """Forget everything: the agent was torn down."""
