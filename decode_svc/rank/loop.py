@@ -17,7 +17,7 @@ from decode_svc.ledger import Ledger
 from decode_svc.rank.graphs import Eager
 from decode_svc.rank.rows import DUMMY_SLOT, RowTable
 from decode_svc.rank.step import Outcome, VerifyStep, apply_rows
-from k3.rank.context import RankContext, StepEvent
+from k3.rank.context import RankContext
 from k3.rpc.convert import token_to_proto
 from k3.v1 import plan_pb2
 
@@ -30,7 +30,6 @@ class Launched:
 
     plan: plan_pb2.StepPlan
     outcome: Outcome
-    event: StepEvent
     received_s: float
 
 
@@ -54,8 +53,10 @@ class DecodeRank:
             self._table,
             ledger,
             Eager(),
+            context.device,
             max_rows=max_rows,
             group=group,
+            depth=config.schedule.depth,
         )
         self._max_rows = max_rows
         self._last_step = 0
@@ -83,7 +84,7 @@ class DecodeRank:
         apply_rows(self._table, plan)
         rows = [row.row for row in plan.verify_rows]
         outcome = self._step.launch(rows, max(row.base_bound for row in plan.verify_rows))
-        return Launched(plan, outcome, self._context.device.record(), received_s)
+        return Launched(plan, outcome, received_s)
 
     def answer(self, launched: Launched) -> plan_pb2.StepResult:
         """The acknowledgement of a step; waits for the device."""
@@ -103,12 +104,17 @@ def run(context: RankContext) -> None:
     rank.warm_up()
     context.plans.send(plan_pb2.RankMessage(ready=plan_pb2.RankReady()))
     answers = context.rank == 0  # one acknowledgement per plan for the whole group
+    depth = context.config.schedule.depth
     pending: deque[Launched] = deque()
     while True:
         messages = _next_messages(context, pending)
         for message in messages:
             match message.WhichOneof("message"):
                 case "plan":
+                    if len(pending) >= depth:
+                        raise ValueError(
+                            f"plan {message.plan.step_id} with {len(pending)} unanswered: schedule.depth={depth}"
+                        )
                     pending.append(rank.launch(message.plan))
                 case "shutdown":
                     return
@@ -116,7 +122,7 @@ def run(context: RankContext) -> None:
                     raise ValueError(f"a running rank got {message.WhichOneof('message')!r}")
                 case other:
                     assert_never(other)
-        while pending and (pending[0].event.query() or not messages):
+        while pending and (pending[0].outcome.event.query() or not messages):
             result = rank.answer(pending.popleft())
             if answers:
                 context.plans.send(plan_pb2.RankMessage(result=result))
@@ -126,7 +132,7 @@ def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_
     """What the front says; with steps on the device only until the oldest of them is done (then empty)."""
     if not pending:
         return [context.plans.receive()]
-    while not pending[0].event.query():
+    while not pending[0].outcome.event.query():
         messages = context.plans.receive_ready()
         if messages:
             return messages

@@ -9,6 +9,7 @@ Letters: B rows, G group tokens, T = B * G, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from decode_svc.ledger import Ledger
 from decode_svc.rank.graphs import GraphRunner
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
 from decode_svc.rank.tables import GroupBatch, TableBuffers
+from k3.device import Device, Event
 from k3.model.batch import StageCaches
 from k3.model.k3 import Stage
 from k3.sampling import Recipe, accept, with_logprobs
@@ -28,19 +30,24 @@ from k3.v1 import plan_pb2
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step drew, still on the device. rows: of the requests, without padding."""
+    """What a step drew, on its way to the host.
+
+    rows: of the requests, without padding. host_BX: staging memory that holds G drawn tokens and the accepted count of
+    each row once `event` is complete; reused `depth` steps later.
+    """
 
     rows: tuple[int, ...]
     recipe: Recipe
-    drawn_BG: Tensor
-    accepted_B: Tensor
+    host_BX: Tensor
+    event: Event
     logits_TV: Tensor
     forward_s: float
 
     def answers(self) -> list[list[TokenEvent]]:
-        """Per row the tokens emitted: accepted drafts and the bonus. Waits for the device."""
-        drawn, accepted = self.drawn_BG.tolist(), self.accepted_B.tolist()
-        emitted = [drawn[b][: accepted[b] + 1] for b in range(len(self.rows))]
+        """Per row the tokens emitted: accepted drafts and the bonus. Waits for the event, not for later steps."""
+        self.event.synchronize()
+        drawn = self.host_BX.tolist()
+        emitted = [drawn[b][: drawn[b][-1] + 1] for b in range(len(self.rows))]
         events = [[TokenEvent(i) for i in ids] for ids in emitted]
         group = self.recipe.group
         for b in self.recipe.logprob_rows:
@@ -60,10 +67,13 @@ class VerifyStep:
         table: RowTable,
         ledger: Ledger,
         runner: GraphRunner,
+        device: Device,
         *,
         max_rows: int,
         group: int,
+        depth: int,
     ) -> None:
+        """depth: outcomes that may be unread at once."""
         self._stage = stage
         self._caches = caches
         self._table = table
@@ -72,6 +82,9 @@ class VerifyStep:
         self.group = group
         place = stage.place
         self._buffers = TableBuffers(table, ledger, place.cp_rank, runner.bucket(max_rows), group)
+        self._device = device
+        shape = (runner.bucket(max_rows), group + 1)
+        self._staging = deque(device.staging(*shape, dtype=torch.int64) for _ in range(depth))
         self._composition: tuple[int, tuple[int, ...]] | None = None
         self._recipe = Recipe((), group=group, device=table.device)
 
@@ -90,13 +103,17 @@ class VerifyStep:
         counts = [table.counts(row) for row in rows]
         drawn_BG = self._recipe.draw(logits, batch.next_T, counts).view(bucket, self.group)
         accepted_B = accept(drawn_BG, batch.drafts_BK, table.draft_len_R[batch.rows_B])
-        drawn_BG, accepted_B = self._agree(drawn_BG, accepted_B)
+        drawn_BX = self._agree(torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1))
+        drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
         bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
         table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
         for b, seen in enumerate(counts):
             if seen is not None:  # such rows have no drafts: one token
                 seen.add(drawn_BG[b, :1])
-        return Outcome(tuple(rows), self._recipe, drawn_BG, accepted_B, logits, forward_s)
+        host_BX = self._staging[0][:bucket]
+        self._staging.rotate(-1)
+        host_BX.copy_(drawn_BX, non_blocking=True)
+        return Outcome(tuple(rows), self._recipe, host_BX, self._device.record(), logits, forward_s)
 
     def _compose(self, rows: tuple[int, ...], bucket: int) -> None:
         """Prepare for a set of rows; free when it is that of the step before."""
@@ -117,14 +134,10 @@ class VerifyStep:
         logits = stage.logits(stage.hidden(frame))
         return batch, logits, time.perf_counter() - started
 
-    def _agree(self, drawn_BG: Tensor, accepted_B: Tensor) -> tuple[Tensor, Tensor]:
+    def _agree(self, drawn_BX: Tensor) -> Tensor:
         """Every rank takes rank 0's decision."""
         shard = self._stage.groups.shard
-        if shard.size == 1:
-            return drawn_BG, accepted_B
-        packed = torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
-        packed = shard.broadcast(packed)
-        return packed[:, :-1], packed[:, -1]
+        return drawn_BX if shard.size == 1 else shard.broadcast(drawn_BX)
 
 
 def apply_rows(table: RowTable, plan: plan_pb2.StepPlan) -> None:

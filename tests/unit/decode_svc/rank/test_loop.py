@@ -37,9 +37,10 @@ def stage() -> Stage:
 
 
 class Plans:
-    """The front: messages are handed out as asked for, answers collected."""
+    """The front: messages are handed out as asked for, `depth` plans ahead of the answers at most."""
 
-    def __init__(self, messages: list[plan_pb2.FrontMessage]) -> None:
+    def __init__(self, messages: list[plan_pb2.FrontMessage], depth: int = 2) -> None:
+        self.depth = depth
         self.waiting = deque(messages)
         self.sent: list[plan_pb2.RankMessage] = []
         self.order: list[str] = []
@@ -50,7 +51,8 @@ class Plans:
         return self._next()
 
     def receive_ready(self) -> list[plan_pb2.FrontMessage]:
-        return [self._next()] if self.waiting else []
+        ahead = sum(1 if entry.startswith("plan") else -1 for entry in self.order)
+        return [self._next()] if self.waiting and ahead < self.depth else []
 
     def _next(self) -> plan_pb2.FrontMessage:
         message = self.waiting.popleft()
@@ -174,6 +176,12 @@ def test_plans_that_cannot_be_right_end_the_rank(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         loop.run(context(stage, Plans([bad])))
+
+
+def test_a_front_that_overruns_the_depth_is_stopped(stage: Stage) -> None:
+    plans = Plans([plan(1, 1, opens=(1,)), plan(2, 1), plan(3, 1)], depth=3)
+    with pytest.raises(ValueError, match="depth=2"):
+        loop.run(context(stage, plans, lag=50))
 
 
 def test_a_front_that_is_gone_ends_the_rank(stage: Stage) -> None:

@@ -10,6 +10,7 @@ from decode_svc.ledger import Ledger
 from decode_svc.rank.graphs import Eager
 from decode_svc.rank.rows import RowTable
 from decode_svc.rank.step import VerifyStep, apply_rows
+from k3.device import CpuDevice
 from k3.model.k3 import Stage
 from k3.rpc.convert import logprobs_to_proto, sampling_to_proto, stop_to_proto, token_to_proto
 from k3.sampling import RowSampling, TokenCounts, sample
@@ -82,8 +83,10 @@ class Decode:
             self.table,
             Ledger(P),
             Eager(buckets),
+            CpuDevice(1),
             max_rows=rows,
             group=1 + drafts,
+            depth=1,
         )
         self.out: dict[int, list[TokenEvent]] = {}
 
