@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from k3.errors import K3Error
@@ -34,19 +33,19 @@ from router.openai.models import (
     tokenizer_info,
 )
 from router.openai.schemas import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ErrorBody,
     TokenizeRequest,
 )
 from router.openai.serving import Serving
 from router.openai.sse import send_json
+from router.openapi import add_schemas, get_extra, post_extra
 from router.ops import OPS_ROUTES
 
 log = logging.getLogger("k3.router")
-SCHEMAS = "#/components/schemas/{model}"
-POST_ROUTES: tuple[tuple[str, Any, type], ...] = (
+POST_ROUTES: tuple[tuple[str, Any, type[Body]], ...] = (
     (chat.PATH, chat.chat_completions, ChatRequest),
     (completions.PATH, completions.completions, CompletionRequest),
     ("/tokenize", tokenize, TokenizeRequest),
@@ -54,43 +53,27 @@ POST_ROUTES: tuple[tuple[str, Any, type], ...] = (
 )
 
 
+STREAMING = (chat.PATH, completions.PATH)
+GET_ROUTES: Mapping[str, Any] = {
+    "/v1/models": list_models,
+    "/tokenizer_info": tokenizer_info,
+    **OPS_ROUTES,
+}
+
+
 def public_app(serving: Serving) -> ASGIApp:
     """The public API."""
     app = _bare_app("k3-serving", serving)
-    errors = {
-        "default": {
-            "description": "An error object",
-            "content": {
-                "application/json": {"schema": {"$ref": SCHEMAS.format(model="ErrorBody")}}
-            },
-        }
-    }
     for path, handler, body in POST_ROUTES:
-        reference = {"$ref": SCHEMAS.format(model=body.__name__)}
-        extra = {
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": reference}},
-            },
-            "responses": errors,
-        }
+        extra = post_extra(body, streams=path in STREAMING)
         app.add_api_route(path, handler, methods=["POST"], openapi_extra=extra)
-    gets = {"/v1/models": list_models, "/tokenizer_info": tokenizer_info, **OPS_ROUTES}
-    for path, handler in gets.items():
-        app.add_api_route(path, handler, methods=["GET"], openapi_extra={"responses": errors})
-    model_parameter = {
-        "name": "model_id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string"},
-    }
-    app.add_api_route(
-        "/v1/models/{model_id}",
-        get_model,
-        methods=["GET"],
-        openapi_extra={"responses": errors, "parameters": [model_parameter]},
-    )
-    _add_schemas(app)
+    for path, handler in GET_ROUTES.items():
+        kind = PlainTextResponse if path == "/metrics" else JSONResponse
+        extra = get_extra()
+        app.add_api_route(path, handler, methods=["GET"], response_class=kind, openapi_extra=extra)
+    path, extra = "/v1/models/{model_id}", get_extra("model_id")
+    app.add_api_route(path, get_model, methods=["GET"], openapi_extra=extra)
+    add_schemas(app, [body for _, _, body in POST_ROUTES])
     inner: ASGIApp = app
     if serving.settings.http.cors_origins:
         inner = CORSMiddleware(
@@ -100,7 +83,7 @@ def public_app(serving: Serving) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Seed", "Server-Timing"],
         )
-    return Edge(inner, serving.metrics, [*gets, *(path for path, _, _ in POST_ROUTES)])
+    return Edge(inner, serving.metrics, [*GET_ROUTES, *(path for path, _, _ in POST_ROUTES)])
 
 
 def admin_app(serving: Serving, admin: Admin) -> ASGIApp:
@@ -117,21 +100,6 @@ def _bare_app(title: str, serving: Serving) -> FastAPI:
     app.add_exception_handler(K3Error, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     return app
-
-
-def _add_schemas(app: FastAPI) -> None:
-    """Bodies are read by us, so their schemas are put into the document by us."""
-    plain = app.openapi
-    models = [(body, "validation") for _, _, body in POST_ROUTES] + [(ErrorBody, "serialization")]
-
-    def openapi() -> dict[str, Any]:
-        document = plain()
-        _, definitions = models_json_schema(models, ref_template=SCHEMAS)  # type: ignore[arg-type]
-        components = document.setdefault("components", {})
-        components.setdefault("schemas", {}).update(definitions["$defs"])
-        return document
-
-    app.openapi = openapi
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
