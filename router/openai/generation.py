@@ -190,7 +190,7 @@ class Generation:
             case Tokens(tokens):
                 self._observe(choice, len(tokens))
                 pieces = choice.text.push(tokens)
-                self.request.n_tokens = self.counts.completion_tokens
+                self.request.n_tokens += len(tokens)
                 if choice.text.matched is None:
                     return Update(choice.index, pieces)
                 choice.end = End("stop", choice.text.matched)

@@ -138,22 +138,23 @@ class ChoiceText:
         self.matched = self._stop.matched
 
     def _release(self, text: str, pieces: list[Piece]) -> None:
-        self._n_released += len(text)
         if not text:
             return
+        self._n_released += len(text)
         if pieces and pieces[-1].channel is self._channel:
             pieces[-1] = Piece(self._channel, pieces[-1].text + text)
         else:
             pieces.append(Piece(self._channel, text))
 
     def _with_tokens(self, pieces: list[Piece]) -> list[Piece]:
-        """Attach to the last piece every token whose text is out."""
-        if not pieces:
-            return []
-        tokens: list[TextToken] = []
-        while self._pending and self._pending[0][1] <= self._n_released:
-            tokens.append(self._pending.popleft()[0])
-        pieces[-1] = pieces[-1]._replace(tokens=tuple(tokens))
+        """Attach to every piece the tokens whose text ends in it."""
+        released = self._n_released - sum(len(piece.text) for piece in pieces)
+        for index, piece in enumerate(pieces):
+            released += len(piece.text)
+            tokens: list[TextToken] = []
+            while self._pending and self._pending[0][1] <= released:
+                tokens.append(self._pending.popleft()[0])
+            pieces[index] = piece._replace(tokens=tuple(tokens))
         return pieces
 
     def _new_stop(self) -> StopStream | None:

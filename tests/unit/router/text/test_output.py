@@ -100,6 +100,16 @@ def test_a_token_whose_text_is_held_by_the_stop_search_waits_with_it() -> None:
     assert (piece.text, [token.event.id for token in piece.tokens]) == ("#b", [ord("#"), ord("b")])
 
 
+def test_tokens_of_one_group_go_with_the_channel_of_their_text() -> None:
+    ids = TOKENIZER.encode("ab<|close|>think<|sep|><|open|>response<|sep|>c", allow_special=True)
+    reasoning, content = run(choice([]), [ids])
+    n_reasoning = len(TOKENIZER.encode("ab"))
+    # Tags have no text of their own: they go with the text before them.
+    assert [token.event.id for token in reasoning.tokens] == ids[:-1]
+    assert [token.event.id for token in content.tokens] == ids[-1:]
+    assert n_reasoning < len(reasoning.tokens)
+
+
 def test_stop_strings_end_in_reasoning_too_and_do_not_span_channels() -> None:
     ids = TOKENIZER.encode(
         "x#<|close|>think<|sep|><|open|>response<|sep|>#y##z", allow_special=True
