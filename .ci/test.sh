@@ -24,7 +24,7 @@ extra=("$@")
 .ci/check.sh || status=1
 folders "pure" 2 unit golden property sim
 if [ "$what" = all ]; then
-  folders "chart" 2 chart
+  .ci/chart.sh || status=1
   folders "processes" 1 e2e lifecycle security chaos model_quality
 fi
 exit "$status"

@@ -105,17 +105,24 @@ def test_the_demo_streams_an_answer_and_leaves_with_zero() -> None:
     assert "233" in done.stdout  # 269 - 2 * 18
 
 
-def test_the_readmes_curl_line_works_and_a_signal_ends_all_of_it(tmp_path: Path) -> None:
+def test_the_readmes_examples_work_and_a_signal_ends_all_of_it(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
     with running(tmp_path / "log") as local:
         url = local.ready_url()
         pids = local.family()
-        text = (ROOT / "README.md").read_text()
         line = re.search(r"curl -s http://127.0.0.1:8000.*?\n.*?'\n", text, re.DOTALL)
         assert line is not None
         words = shlex.split(line[0].replace("http://127.0.0.1:8000", url).replace("\\\n", " "))
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
         message = json.loads(answer.stdout)["choices"][0]["message"]
         assert "233" in message["content"]
+
+        program = text.split("```python\n")[1].split("```")[0].replace("http://127.0.0.1:8000", url)
+        client = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        )
+        assert (client.returncode, bool(client.stdout)) == (0, True), client.stderr
+
         files = shared_memory(pids)
         assert local.end(signal.SIGTERM) == 0
         expect_nothing_left(pids, files, deadline_s=10.0)
