@@ -211,6 +211,7 @@ class Incarnation:
             for request in self.scheduler.head(n_early):
                 if not self.intake.is_filling(request) and request.key in self._callers:
                     self.intake.start(self._callers[request.key])
+            self._on_change()
 
     async def _listen(self) -> None:
         while True:
