@@ -151,11 +151,18 @@ def repeated(addresses: tuple[str, ...]) -> str | None:
 
 
 def indivisible(fit: Fit) -> str | None:
-    """Numbers of heads that tp * cp does not divide."""
-    n = fit.config.parallel.tp * fit.config.parallel.cp
-    heads = {"attention heads": fit.spec.mla.n_heads, "KDA heads": fit.spec.kda_heads}
-    bad = [f"{count} {name}" for name, count in heads.items() if count % n]
-    return f"tp * cp = {n} does not divide {' and '.join(bad)}" if bad else None
+    """Axes of the model that are split over the ranks of a stage and that tp * cp does not divide."""
+    n, spec = fit.config.parallel.tp * fit.config.parallel.cp, fit.spec
+    axes = {
+        "attention heads": spec.mla.n_heads,
+        "KDA heads": spec.kda_heads,
+        "experts": spec.moe.n_experts,
+        "columns of the shared experts": spec.moe.shared_width,
+        "columns of the dense layers": spec.dense_width,
+        "vocabulary rows": spec.vocab_size,
+    }
+    bad = [f"{size} {name}" for name, size in axes.items() if size % n]
+    return f"tp * cp = {n} does not divide {', '.join(bad)}" if bad else None
 
 
 def no_page_fits(fit: Fit) -> bool:

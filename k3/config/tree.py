@@ -56,6 +56,11 @@ class ParallelConfig:
     pp: int = key(1, "pipeline stages", least=1)
     tp: int = key(1, "tensor parallel size", least=1)
     cp: int = key(1, "helix context parallel size (decode only)", least=1)
+    exchange: str = key(
+        "value",
+        "what cp ranks send per MLA layer: values (fewer bytes) or latents (fewer weights read)",
+        choices=("value", "latent"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class Layer:
         weights: Weights,
         layer: int,
         moe_weights: str,
+        exchange: str,
     ) -> None:
         self.index = layer
         self.eps = spec.rms_norm_eps
@@ -67,7 +68,7 @@ class Layer:
         attention = f"{prefix}self_attn."
         self.attention: Mla | Kda
         if spec.is_mla(layer):
-            self.attention = Mla(spec, place, groups, ops.attention, weights, attention)
+            self.attention = Mla(spec, place, groups, ops.attention, weights, attention, exchange)
         else:
             self.attention = Kda(spec, place, ops.kda, weights, layer, attention)
         self.ffn: Moe | GatedMlp
@@ -137,12 +138,14 @@ class Stage:
         weights: Weights,
         *,
         moe_weights: str = "dequant",
+        exchange: str = "value",
         taps: tuple[int, ...] = (),
         tap_stream: str = "prefix",
         shared_embedding: bool = False,
     ) -> None:
         """Takes this stage's tensors from `weights`.
 
+        exchange: what context-parallel ranks of an MLA layer send each other, `value` or `latent`.
         taps: layer ids captured over the whole pipeline (-1: embedding); `frame_layout` has the rules.
         shared_embedding: load the token table on the last stage too, for a drafter.
         """
@@ -157,7 +160,8 @@ class Stage:
         if place.is_first or (shared_embedding and place.is_last):
             self.embed = Embedding(weights, spec.vocab_size, place.shard, groups.shard)
         self.layers = [
-            Layer(spec, place, groups, ops, weights, i, moe_weights) for i in self.layer_range
+            Layer(spec, place, groups, ops, weights, i, moe_weights, exchange)
+            for i in self.layer_range
         ]
         self.has_mla = any(isinstance(layer.attention, Mla) for layer in self.layers)
         self.head = None

@@ -2,7 +2,9 @@
 
 Cached per token: the normalised latent and the shared key dims, nothing positional. Queries are
 computed for the heads of `place.query_shard`; gate, value up-projection and output for those of
-`place.shard`. With a context-parallel group the partial outputs are exchanged by head and merged.
+`place.shard`. With a context-parallel group the partial outputs are exchanged by head and merged,
+either as latents (projected afterwards, for the own heads only) or as values (projected before, which
+sends C / V times fewer bytes and reads all heads' weights); the two agree because a merge is linear.
 
 Letters: T tokens, D hidden size, H query heads, J output heads of this rank, N + R query dims,
 C latent width, K = C + R, V value dims.
@@ -34,8 +36,9 @@ class Mla:
         ops: AttentionOps,
         weights: Weights,
         prefix: str,
+        exchange: str = "value",
     ) -> None:
-        """prefix: `model.layers.{i}.self_attn.`."""
+        """prefix: `model.layers.{i}.self_attn.`. exchange: `value` or `latent`, what context ranks send."""
         self.spec = spec.mla
         self.ops = ops
         self.context = groups.context
@@ -59,8 +62,10 @@ class Mla:
         kv_up = weights.take(f"{prefix}kv_b_proj.weight", shard=query)
         self.kv_up_HDC = kv_up.view(self.n_heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
         self.k_up_HNC = self.kv_up_HDC[:, : mla.nope_dim]
+        self.sends_values = exchange == "value"
         own = Shard(place.cp_rank, place.mesh.cp).of(self.n_heads)
-        self.v_up_JCV = self.kv_up_HDC[own, mla.nope_dim :].transpose(1, 2)
+        projected = slice(None) if self.sends_values else own
+        self.v_up_HCV = self.kv_up_HDC[projected, mla.nope_dim :].transpose(1, 2)
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries [T, H, N + R], latent rows [T, K], gate [T, J * V] or None."""
@@ -100,24 +105,32 @@ class Mla:
         absorbed = torch.bmm(q_n.transpose(0, 1), self.k_up_HNC).transpose(0, 1)
         q_THK = torch.cat((absorbed, q_r), -1)
         o, lse = self.ops.decode(q_THK, latents, plan, self.spec.scale, self.spec.kv_lora_rank)
-        if self.context.size > 1:
-            o = self._exchange(o, lse)
-        o_JTV = torch.bmm(o.transpose(0, 1), self.v_up_JCV)
-        return self._leave(o_JTV.transpose(0, 1), gate)
+        if self.context.size == 1:
+            o = self._values(o)
+        elif self.sends_values:
+            o = self._exchange(self._values(o), lse)
+        else:
+            o = self._values(self._exchange(o, lse))
+        return self._leave(o, gate)
 
-    def _exchange(self, o_THC: Tensor, lse_TH: Tensor) -> Tensor:
-        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, C].
+    def _values(self, o_THC: Tensor) -> Tensor:
+        """Up-projection of the heads in `o_THC`: [T, H, V]."""
+        return torch.bmm(o_THC.transpose(0, 1), self.v_up_HCV).transpose(0, 1)
 
-        One packed message per rank: the bytes of the output beside those of its log-sum-exp.
+    def _exchange(self, o_THX: Tensor, lse_TH: Tensor) -> Tensor:
+        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, X].
+
+        X: latent or value width. One packed message per rank: the bytes of the output beside those of
+        its log-sum-exp.
         """
 
         def by_rank(x: Tensor) -> Tensor:  # [ranks, T, J, bytes]
             split = x.unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
             return split.contiguous().view(torch.uint8)
 
-        sent = torch.cat((by_rank(o_THC), by_rank(lse_TH.unsqueeze(-1))), -1)
+        sent = torch.cat((by_rank(o_THX), by_rank(lse_TH.unsqueeze(-1))), -1)
         received = self.context.all_to_all(sent)
         o_bytes = received.shape[-1] - lse_TH.element_size()
-        o = received[..., :o_bytes].contiguous().view(o_THC.dtype)
+        o = received[..., :o_bytes].contiguous().view(o_THX.dtype)
         lse = received[..., o_bytes:].contiguous().view(lse_TH.dtype).squeeze(-1)
         return self.ops.merge(o, lse)[0]

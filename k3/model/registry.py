@@ -32,6 +32,7 @@ def open_stage(
     dtype: str,
     device: torch.device,
     moe_weights: str = "auto",
+    exchange: str = "value",
     taps: tuple[int, ...] = (),
     tap_stream: str = "prefix",
     shared_embedding: bool = False,
@@ -41,6 +42,7 @@ def open_stage(
 
     dtype: float64, float32 or bfloat16, whatever the checkpoint stores.
     moe_weights: dequant, packed, or auto (dequant on CPU, packed elsewhere).
+    exchange: value or latent, what context-parallel ranks send each other in an MLA layer.
     progress: called with (bytes done, bytes in all) after each tensor.
     Raises ModelError naming the field, tensor or file that does not fit.
     """
@@ -53,6 +55,7 @@ def open_stage(
         dtype=dtype,
         device=device,
         moe_weights=moe_weights,
+        exchange=exchange,
         taps=taps,
         tap_stream=tap_stream,
         shared_embedding=shared_embedding,
@@ -70,6 +73,7 @@ def build_stage(
     dtype: str = "float32",
     device: torch.device | None = None,
     moe_weights: str = "auto",
+    exchange: str = "value",
     taps: tuple[int, ...] = (),
     tap_stream: str = "prefix",
     shared_embedding: bool = False,
@@ -92,6 +96,7 @@ def build_stage(
         ops,
         weights,
         moe_weights=moe_weights,
+        exchange=exchange,
         taps=taps,
         tap_stream=tap_stream,
         shared_embedding=shared_embedding,

@@ -127,6 +127,7 @@ def _serve(
         dtype=config.model.dtype,
         device=device.torch_device,
         moe_weights=config.backends.moe_weights,
+        exchange=config.parallel.exchange,
         progress=lambda done, total: progress.report("load", done, total),
     )
     columns = 1 + config.spec.draft_tokens if service == "decode" else 1

@@ -11,7 +11,7 @@ from k3.parallel.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 K3 = K3Spec.from_config(
-    json.loads((ROOT / "docs/examples/kimi-k3.config.json").read_text()), "kimi-k3.config.json"
+    json.loads((ROOT / "docs/examples/kimi-k3-config.json").read_text()), "kimi-k3-config.json"
 )
 MINI = K3Spec.from_folder(ROOT / "k3/assets/tiny")
 

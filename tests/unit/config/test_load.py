@@ -300,8 +300,19 @@ def test_start_up_prints_every_problem_to_stderr_and_exits_with_2():
 def test_check_exits_with_2_and_shows_all_of_the_bad_example():
     done = run("decode", "--check", "--config", str(EXAMPLES / "bad.yaml"))
     assert done.returncode == 2
-    assert "refused: 22 problems" in done.stdout
-    assert done.stdout.count("remedy:") == 22
+    assert "refused: 21 problems" in done.stdout
+    assert done.stdout.count("remedy:") == 21
+
+
+def test_check_lists_everything_that_context_parallel_decode_does_not_go_with():
+    done = run("decode", "--check", "--config", str(EXAMPLES / "helix-refused.yaml"))
+    assert done.returncode == 2
+    for code in (
+        *("HELIX_BOTH", "HELIX_PIPELINE", "HEADS", "PREFIX_ON_DECODE", "PAGE_TOKENS"),
+        *("ROLE_BOTH", "PP_NOT_AVAILABLE", "DRAFTS_NOT_AVAILABLE"),
+    ):
+        assert code in done.stdout
+    assert done.stdout.count("remedy:") == 8
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])

@@ -20,8 +20,8 @@ ENGINE_CASES = [
     ("HELIX_PREFILL", "prefill", {"parallel.cp": "2"}),
     ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
     ("PP_NOT_AVAILABLE", "prefill", {"parallel.pp": "2"}),
-    ("TP_NOT_AVAILABLE", "decode", {"parallel.tp": "2"}),
-    ("CP_NOT_AVAILABLE", "decode", {"parallel.cp": "2"}),
+    ("TP_NOT_AVAILABLE", "prefill", {"parallel.tp": "2"}),
+    ("HELIX_BOTH", "decode", {"role": "both", "parallel.cp": "2"}),
     ("DRAFTS_NOT_AVAILABLE", "decode", {"spec.draft_tokens": "7"}),
     ("PREFIX_ON_DECODE", "decode", {"cache.prefix": "on"}),
     ("PREFIX_NOT_AVAILABLE", "prefill", {"cache.prefix": "on"}),
@@ -60,8 +60,8 @@ ROUTER_CASES = [
 ]
 # Settings that break a second rule by nature.
 COMPANIONS = {
-    "HELIX_PIPELINE": {"PP_NOT_AVAILABLE", "CP_NOT_AVAILABLE"},
-    "HEADS": {"TP_NOT_AVAILABLE"},
+    "HELIX_BOTH": {"ROLE_BOTH"},
+    "HELIX_PIPELINE": {"PP_NOT_AVAILABLE"},
     "FLEET_TLS_CA": {"FLEET_TLS_FILES"},
     "STAGES": {"PP_NOT_AVAILABLE"},
 }
@@ -92,6 +92,30 @@ def test_a_model_of_another_family_is_refused_with_the_field(tmp_path):
     problems = load_engine("prefill", CommandLine({"model.path": str(tmp_path)}), {}).problems
     check("MODEL_CONFIG", problems)
     assert "hidden_size" in problems[0].values
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "name"),
+    [
+        ("num_experts", 12, "12 experts"),
+        ("intermediate_size", 1028, "1028 columns of the dense layers"),
+        ("vocab_size", 4100, "4100 vocabulary rows"),
+    ],
+)
+def test_every_axis_that_ranks_share_must_divide(tmp_path, key, size, name):
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    config["text_config"][key] = size
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = {"model.path": str(tmp_path), "parallel.cp": "8"}
+    problems = load_engine("decode", CommandLine(flags), {}).problems
+    check("HEADS", problems)
+    assert problems[0].values == f"tp * cp = 8 does not divide {name}"
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 8), (2, 2), (4, 2), (8, 1)])
+def test_any_mesh_that_divides_every_axis_is_accepted_by_decode(tp, cp):
+    flags = {"parallel.tp": str(tp), "parallel.cp": str(cp)}
+    assert load_engine("decode", CommandLine(flags), {}).problems == ()
 
 
 def test_every_rule_has_a_case():

@@ -14,7 +14,7 @@ from k3.model.names import model_tensors, parameter_count
 from k3.model.spec import K3Spec, LayerKind
 
 ROOT = Path(__file__).parents[3]
-REAL = json.loads((ROOT / "docs/examples/kimi-k3.config.json").read_text())
+REAL = json.loads((ROOT / "docs/examples/kimi-k3-config.json").read_text())
 NANO = json.loads((ROOT / "tests/golden/k3/config.json").read_text())
 
 

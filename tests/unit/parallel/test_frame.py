@@ -93,7 +93,7 @@ def test_a_mixture_tap_is_captured_one_layer_later() -> None:
 
 
 def test_k3_frame_between_two_stages_has_the_published_size() -> None:
-    real = K3Spec.from_config(json.loads((ROOT / "docs/examples/kimi-k3.config.json").read_text()))
+    real = K3Spec.from_config(json.loads((ROOT / "docs/examples/kimi-k3-config.json").read_text()))
     layout = frame_layout(real, 47, (2, 23, 47, 71, 89))
     assert layout.units == 7
     assert layout.units * layout.hidden_size * 2 == 100_352

@@ -50,9 +50,10 @@ def _deal(pools: Pools, place: Place, prompt: int) -> tuple[Storage, Tensor]:
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4), Mesh(tp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("exchange", ["value", "latent"])
 @pytest.mark.parametrize("prompt", [1, 3, 4, 5, 9, 31])
 def test_verify_groups_over_context_ranks_equal_one_rank(
-    solo: Stage, mesh: Mesh, prompt: int
+    solo: Stage, mesh: Mesh, prompt: int, exchange: str
 ) -> None:
     ids = torch.randint(0, 512, (prompt + 12,), generator=torch.Generator().manual_seed(prompt))
     pools = Pools(solo, 1, len(ids), PAGE)
@@ -63,7 +64,9 @@ def test_verify_groups_over_context_ranks_equal_one_rank(
 
     def body(rank: int) -> list[Tensor]:
         place = mesh.place(rank)
-        stage = open_stage(NANO, place, groups[rank], OPS, dtype="float64", device=CPU)
+        stage = open_stage(
+            NANO, place, groups[rank], OPS, dtype="float64", device=CPU, exchange=exchange
+        )
         storage, table = _deal(pools, place, prompt)
         rows, base, column = [], prompt, 0
         for accepted in (1, 0, 2, 2):
