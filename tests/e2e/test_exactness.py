@@ -162,6 +162,7 @@ async def test_tokens_do_not_depend_on_waiting_for_pages_and_slots(folder, oracl
         watcher = asyncio.create_task(watch())
         answers = await all_at_once(cluster.url)
         watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
         assert waited >= len(CASES) // 2
         for case, tokens in zip(CASES, answers, strict=True):
             expect_truth(oracle, case, tokens)
