@@ -59,7 +59,8 @@ class NixlAgent:
         except Exception as error:  # nixl raises anything
             raise TransferError(
                 f"cannot build a NIXL agent: {error}; check UCX_TLS (it needs a transport with peer failure "
-                "detection: unset it, or self,tcp) and UCX_NET_DEVICES"
+                "detection: unset it, or self,tcp) and UCX_NET_DEVICES (the device and lo must be up: an agent "
+                "first dials itself)"
             ) from error
         self._threads = _threads() - before
 

@@ -6,7 +6,9 @@ Each test runs with UCX's own choice of transports (on one host: copies by CMA) 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -243,3 +245,77 @@ def test_a_rebuilt_receiver_gets_nothing_more_from_transfers_of_its_old_agent(ho
     sender.connect(receiver)
     complete(sender, receiver, 2)
     assert receiver.order("differing") == []
+
+
+@pytest.fixture
+def cable(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[str]]]:
+    """Two network namespaces and the devices of the cable between them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    spaces = [f"k3-{os.getpid()}-{side}" for side in "ab"]
+    devices = [f"k3{side}{os.getpid()}" for side in "ab"]
+    if subprocess.run(["ip", "netns", "add", spaces[0]], check=False).returncode:
+        pytest.skip("this machine does not let us make network namespaces")
+    ip("netns", "add", spaces[1])
+    ip(
+        "link",
+        "add",
+        devices[0],
+        "netns",
+        spaces[0],
+        "type",
+        "veth",
+        "peer",
+        devices[1],
+        "netns",
+        spaces[1],
+    )
+    for number, (space, device) in enumerate(zip(spaces, devices, strict=True), 1):
+        ip("-n", space, "addr", "add", f"10.99.0.{number}/24", "dev", device)
+        ip("-n", space, "link", "set", device, "up")
+        ip("-n", space, "link", "set", "lo", "up")  # an agent first dials itself
+    monkeypatch.setenv("UCX_TLS", "self,tcp")
+    monkeypatch.setenv("UCX_TCP_USER_TIMEOUT", "5s")
+    yield spaces, devices
+    for space in spaces:
+        ip("netns", "del", space)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def test_a_cut_cable_ends_in_quiet_and_a_mended_one_serves_again(cable):
+    spaces, devices = cable
+    sender, receiver = (Remote(s, d) for s, d in zip(spaces, devices, strict=True))
+    try:
+        prefill, decode = SHAPES[0]
+        open_pair(sender, receiver, prefill, decode, QUICK)
+        start(sender, 1)
+        copy(sender, 1, 0, 4)
+        sender.wait("progress", 1)
+        lost = ("10.99.0.2", "dev", devices[0])  # frames to nobody: devices stay up, packets vanish
+        ip(
+            "-n",
+            spaces[0],
+            "neigh",
+            "replace",
+            *lost,
+            "lladdr",
+            "02:00:00:00:00:99",
+            "nud",
+            "permanent",
+        )
+        copy(sender, 1, 4, 5)
+        (failed,) = sender.wait("failed", 1)
+        assert failed.reason in ("stalled", "peer_lost")
+        sender.wait("quiet", 1)
+        ip("-n", spaces[0], "neigh", "del", *lost)
+        differing = {name: units for _rank, name, units in receiver.order("differing")}
+        assert set(differing["latent"]) == set(TARGETS[4:])
+        sender.connect(receiver)
+        complete(sender, receiver, 2)
+        assert receiver.order("differing") == []
+    finally:
+        sender.end()
+        receiver.end()

@@ -6,10 +6,13 @@ turns its movers all the time and answers an order when it is done.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,20 +120,39 @@ class Host:
         return found
 
 
-def _main(pipe: Connection) -> None:
+def _main(pipe: Connection, namespace: str, device: str) -> None:
+    if namespace:
+        _enter(namespace)
+        os.environ["UCX_NET_DEVICES"] = device
     try:
         Host(pipe).serve()
     except EOFError:
         sys.exit(0)
 
 
+def _enter(namespace: str) -> None:
+    """Move this process into a network namespace, with a /sys that shows its devices: UCX looks there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
+    with Path(f"/run/netns/{namespace}").open() as file:
+        for failed in (
+            libc.setns(file.fileno(), 0),
+            libc.unshare(new_mounts),
+            libc.mount(b"none", b"/", None, private | recursive, None),
+            libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
+        ):
+            assert failed == 0, os.strerror(ctypes.get_errno())
+
+
 class Remote:
     """The test's end of a host."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = "", device: str = "") -> None:
+        """namespace: network namespace to live in, with its one device."""
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs,), daemon=True)
+        arguments = (theirs, namespace, device)
+        self.process = context.Process(target=_main, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self.said: list[tuple[int, plan_pb2.TransferStatus]] = []
