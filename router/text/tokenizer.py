@@ -127,7 +127,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-_LONG_RUN = re.compile(rf"\s{{{MAX_RUN_CHARS + 1},}}|\S{{{MAX_RUN_CHARS + 1},}}")
+_RUN = re.compile(r"\s+|\S+")  # linear; a pattern with a minimum length would try every start
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
@@ -135,7 +135,8 @@ def cut_long_runs(text: str) -> Iterator[str]:
     for start in range(0, len(text), MAX_PIECE_CHARS):
         piece = text[start : start + MAX_PIECE_CHARS]
         cut = 0
-        for run in _LONG_RUN.finditer(piece):
+        runs = _RUN.finditer(piece) if len(piece) > MAX_RUN_CHARS else ()
+        for run in runs:
             for end in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
                 yield piece[cut:end]
                 cut = end

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from k3.config.tree import AdmissionConfig, FleetConfig, HttpConfig, ModelConfig, RouterConfig
 from router.__main__ import Router, bind
@@ -114,6 +115,13 @@ async def running_router(
             await engine.stop()
         for sock in (public, admin):
             sock.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_router(folder: ModelFolder) -> AsyncIterator[RunningRouter]:
+    """One router for all tests of a module that hurt no instance; they run on the module's event loop."""
+    async with running_router(folder) as running:
+        yield running
 
 
 @pytest.fixture

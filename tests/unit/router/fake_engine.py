@@ -75,6 +75,13 @@ class FakeEngine:
         await self.server.start()
         return self
 
+    def reset(self) -> None:
+        """Forget what tests set and what was asked."""
+        self.script, self.finish, self.stop_token_id = (), common_pb2.FINISH_REASON_STOP, None
+        self.cached_tokens = self.n_cancelled = 0
+        self.requests.clear()
+        self.cancelled.clear()
+
     async def stop(self) -> None:
         if self.server is not None:
             await self.server.stop(0)

@@ -11,12 +11,20 @@ import pytest
 from k3.v1 import common_pb2
 from tests.unit.router.conftest import RunningRouter
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 TURN = (
     "Because.<|close|>think<|sep|><|open|>response<|sep|>Answer: 中<|close|>response<|sep|>"
     "<|close|>message<|sep|><|end_of_msg|>"
 )
+
+
+@pytest.fixture
+def router(module_router: RunningRouter) -> RunningRouter:
+    """One router for all tests here; its engine as new."""
+    module_router.decode.reset()
+    return module_router
 
 
 def one_by_one(ids: list[int]) -> list[list[int]]:

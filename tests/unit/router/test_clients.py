@@ -13,9 +13,17 @@ from k3.errors import GroupFailed, QueueFull
 from tests.unit.router.conftest import RunningRouter
 from tests.unit.router.fake_engine import CUT
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 HELLO: Any = [{"role": "user", "content": "hi"}]
 TURN = "Because.<|close|>think<|sep|><|open|>response<|sep|>Answer: 中<|close|>response<|sep|><|end_of_msg|>"
 T = TypeVar("T")
+
+
+@pytest.fixture
+def router(module_router: RunningRouter) -> RunningRouter:
+    """One router for all tests here; its engine as new."""
+    module_router.decode.reset()
+    return module_router
 
 
 def settings(router: RunningRouter) -> dict[str, Any]:

@@ -8,8 +8,16 @@ import pytest
 
 from tests.unit.router.conftest import RunningRouter
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def router(module_router: RunningRouter) -> RunningRouter:
+    """One router for all tests here; its engine as new."""
+    module_router.decode.reset()
+    return module_router
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
