@@ -56,7 +56,6 @@ class Deployment:
                 spec,
                 page_tokens=cache.page_tokens,
                 dtype=config.model.dtype,
-                model_id=config.model.name,
                 model_digest=model_digest,
             ),
             geometry=prefill_pb2.Geometry(

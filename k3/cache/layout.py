@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from k3.model.digest import model_id
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 
@@ -150,16 +151,15 @@ def build_layout(
     )
 
 
-def layout_document(
-    spec: K3Spec, *, page_tokens: int, dtype: str, model_id: str, model_digest: str
-) -> bytes:
+def layout_document(spec: K3Spec, *, page_tokens: int, dtype: str, model_digest: str) -> bytes:
     """Canonical JSON of everything that must be equal on both sides of a pair.
 
-    Sharding, pool sizes and addresses are not in it: they may differ and are checked by code.
+    Sharding, pool sizes and addresses are not in it: they may differ and are checked by code. Nor is the name the model
+    is served under.
     """
     document = {
         "proto_version": PROTO_VERSION,
-        "model": model_id,
+        "model": model_id(spec),
         "model_digest": model_digest,
         "dtype_kv": dtype,
         "dtype_state": "float64" if dtype == "float64" else "float32",

@@ -70,7 +70,7 @@ def test_pages_for_a_budget_leave_room_for_the_slots():
 
 
 def test_first_difference_names_the_field_and_both_values():
-    common = {"dtype": "float32", "model_id": "m", "model_digest": "d"}
+    common = {"dtype": "float32", "model_digest": "d"}
     ours = layout_document(MINI, page_tokens=16, **common)
     theirs = layout_document(MINI, page_tokens=32, **common)
     assert first_difference(ours, ours) is None
