@@ -88,13 +88,17 @@ class Admin:
 
     async def instances(self, request: Request) -> Response:
         """All instances with state and load."""
-        return json_response([describe(instance) for instance in self._registry.instances])
+        return json_response([self._entry(instance) for instance in self._registry.instances])
 
     async def register(self, request: Request) -> Response:
         """Follow a new address."""
         body = await self._serving.reader.read(request, RegisterBody)
         instance = self._registry.add(Role(body.role), body.address)
-        return json_response(describe(instance), 202)
+        return json_response(self._entry(instance), 202)
+
+    def _entry(self, instance: Instance) -> dict[str, Any]:
+        unfit = self._registry.incompatible_with(instance.instance_id)
+        return {**describe(instance), "incompatible_with": unfit}
 
     async def remove(self, request: Request) -> Response:
         """Forget an instance; what runs there goes on."""

@@ -71,6 +71,7 @@ class Lifecycle:
         finally:
             for wait in waits:
                 wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     @staticmethod
     async def _wait(awaitable: Awaitable[object], limit_s: float) -> None:

@@ -178,6 +178,11 @@ class Registry:
                 extra={"decode": decode_id, "prefill": prefill_id, "reason": reason},
             )
 
+    def incompatible_with(self, instance_id: str) -> list[str]:
+        """Instances it is never paired with."""
+        pairs = [pair for pair in self._mismatched if instance_id in pair]
+        return sorted(other for pair in pairs for other in pair if other != instance_id)
+
     def _is_compatible(self, decode: InstanceView, prefill: InstanceView) -> bool:
         if (decode.instance_id, prefill.instance_id) in self._mismatched:
             return False

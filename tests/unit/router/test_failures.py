@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from k3.config.tree import AdmissionConfig, HttpConfig
@@ -238,6 +239,10 @@ async def test_different_layouts_are_never_paired(folder: ModelFolder) -> None:
         await until(lambda: [i.is_usable for i in registry.instances] == [True, True])
         ready = await router.client.get("/ready")
         assert [reason["code"] for reason in ready.json()["reasons"]] == ["incompatible"]
+        async with httpx.AsyncClient(base_url=router.admin_url) as admin:
+            entries = (await admin.get("/admin/instances")).json()
+        unfit = {entry["id"]: entry["incompatible_with"] for entry in entries}
+        assert unfit == {"decode-a": ["prefill-a"], "prefill-a": ["decode-a"]}
         assert (await router.client.post(TEXT, json=BODY)).status_code == 503
 
 
