@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,15 @@ from k3.bench.cost import (
 from k3.errors import ConfigError
 from k3.model.spec import K3Spec
 
-PARTS = ("mla_weights", "mla_attention", "mla_all_to_all", "kda", "moe", "all_reduce", "lm_head")
+PARTS = {  # of a step, and their headings
+    "mla_weights": "mla",
+    "mla_attention": "keys",
+    "mla_all_to_all": "a2a",
+    "kda": "kda",
+    "moe": "moe",
+    "all_reduce": "reduce",
+    "lm_head": "head",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +122,19 @@ def recommended(found: list[Choice]) -> Choice | None:
 
 def table(found: list[Choice], best: Choice | None, load: Load, accepted: float) -> Table:
     """One row per mesh, milliseconds."""
-    out = Table(title="floor of one decode step, ms")
-    heads = ("", "tp", "cp", "step", *(p.removeprefix("mla_").replace("_", " ") for p in PARTS))
-    for name in (*heads, "bound by", "tokens/s", "capacity"):
-        out.add_column(name, justify="right")
+    out = Table(title="floor of one decode step, ms", box=box.SIMPLE, pad_edge=False)
+    for name in ("", "tp", "cp", "step", *PARTS.values(), "tok/s", "tokens held"):
+        out.add_column(name, justify="right", no_wrap=True)
     for choice in found:
         cost = choice.cost
-        held = "-" if choice.capacity is None else f"{max(0, choice.capacity):,}"
         out.add_row(
             "*" if choice is best else "" if choice.fits else "!",
             str(choice.layout.tp),
             str(choice.layout.cp),
-            f"{cost.total * 1e3:.2f}",
+            f"{cost.total * 1e3:.1f}",
             *(f"{value * 1e3:.2f}" for value in parts(cost)),
-            cost.attention_bound_by,
             f"{load.batch * (1 + accepted) / cost.total:,.0f}",
-            held,
+            "-" if choice.capacity is None else f"{max(0, choice.capacity) / 1e6:.2f} M",
         )
     return out
 
@@ -162,7 +168,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     found = choices(sizes, hardware, args.gpus, load, args.exchange, args.page_tokens)
     best = recommended(found)
     console.print(table(found, best, load, args.accepted))
-    console.print("* recommended   ! does not fit beside the weights")
+    console.print(
+        "* recommended   ! does not fit beside the weights   attention bound by "
+        f"{found[0].cost.attention_bound_by} at cp=1, by {found[-1].cost.attention_bound_by} at cp={args.gpus}"
+    )
     console.print(verdict(sizes, hardware, best, load))
     if args.json is not None:
         figures = [asdict(c) | {"total": c.cost.total, "recommended": c is best} for c in found]
