@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -122,8 +121,13 @@ def recommended(found: list[Choice]) -> Choice | None:
 
 def table(found: list[Choice], best: Choice | None, load: Load, accepted: float) -> Table:
     """One row per mesh, milliseconds."""
-    out = Table(title="floor of one decode step, ms", box=box.SIMPLE, pad_edge=False)
-    for name in ("", "tp", "cp", "step", *PARTS.values(), "tok/s", "tokens held"):
+    out = Table(
+        title="floor of one decode step, ms; tokens of context a group holds",
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("", "tp", "cp", "step", *PARTS.values(), "tok/s", "holds"):
         out.add_column(name, justify="right", no_wrap=True)
     for choice in found:
         cost = choice.cost

@@ -72,7 +72,7 @@ def test_hardware_may_come_from_a_file(tmp_path: Path) -> None:
     file.write_text('{"mem_bw": 1e12, "flops": 1e14, "link_bw": 1e10, "latency": 1e-5}')
     code, text = run("--hardware", str(file))
     assert code == 0
-    assert "capacity" in text
+    assert "holds" in text
 
 
 @pytest.mark.parametrize("text", ['{"mem_bw": 1}', "[]", "{", '{"speed": 3}'])
