@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 from enum import Enum
+from typing import Any
 
 from k3.config.tree import HttpConfig
 from k3.errors import Unavailable
@@ -62,7 +63,7 @@ class Lifecycle:
         self._enter(Phase.STOPPED)
 
     async def _idle_or_hurry(self) -> None:
-        waits = [
+        waits: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._requests.idle()),
             asyncio.create_task(self._hurry.wait()),
         ]
