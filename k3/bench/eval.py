@@ -1,0 +1,143 @@
+"""`k3-bench eval`: the frozen suites over the REST endpoint: accuracy, self-ending, tokens/s, acceptance.
+
+Without --url it starts a cluster of its own for the run. An answer that fails counts as wrong and is listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import time
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from k3.bench.accuracy import (
+    SuiteFigures,
+    acceptance_table,
+    as_json,
+    markdown,
+    plot,
+    summarize,
+    table,
+)
+from k3.bench.answers import Answer, Asker
+from k3.bench.suites import choose, read
+from k3.cluster import LocalCluster, Options
+
+VERSIONS = ("k3-serving", "torch", "nixl")
+N_ERRORS_SHOWN = 10
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Flags of this subcommand."""
+    p.add_argument("--suite", default="all", help="all, or names with commas between")
+    p.add_argument("--items", type=int, default=0, help="the first N of each suite; 0 = all")
+    p.add_argument("--url", default="", help="a running server; without it one is started")
+    p.add_argument("--model", default="", help="model folder of the started server")
+    p.add_argument("--api-key", default="", help="sent as a bearer token")
+    p.add_argument("--concurrency", type=int, default=4, help="most requests in flight")
+    p.add_argument("--timeout-s", type=float, default=600.0, help="of one answer")
+    p.add_argument("--json", type=Path, help="write figures and wrong answers there")
+    p.add_argument("--markdown", type=Path, help="write the tables there, with machine and command")
+    p.add_argument("--plot", type=Path, help="write a PNG of accuracy per suite there")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """0 when every request was answered, right or wrong; else 1."""
+    names = choose(args.suite)
+    with ExitStack() as stack:
+        url: str = args.url
+        if not url:
+            console.print("starting a local cluster")
+            flags = ("--model", args.model) if args.model else ()
+            options = Options(router_flags=flags, prefill_flags=flags, decode_flags=flags)
+            url = stack.enter_context(LocalCluster(options)).url
+        begin = time.monotonic()
+        figures, answers, model = asyncio.run(measure(url, names, args, console))
+        total_s = time.monotonic() - begin
+    show(figures, answers, console)
+    facts = {
+        "model": model,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "versions": ", ".join(f"{name} {installed(name)}" for name in VERSIONS),
+        "command": " ".join(["k3-bench", *sys.argv[1:]]),
+        "in flight": str(args.concurrency),
+        "total time": f"{total_s:.0f} s",
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(figures, answers, facts), indent=2) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(figures, facts))
+    if args.plot is not None:
+        plot(figures, args.plot)
+    return 1 if any(a.error for a in answers) else 0
+
+
+async def measure(
+    url: str, names: tuple[str, ...], args: argparse.Namespace, console: Console
+) -> tuple[list[SuiteFigures], list[Answer], str]:
+    """All suites one after the other, a bar each; figures, answers, and the served model's name."""
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[right]} right"),
+        TimeElapsedColumn(),
+    )
+    figures: list[SuiteFigures] = []
+    everything: list[Answer] = []
+    limits = httpx.Limits(max_connections=args.concurrency)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=args.timeout_s, limits=limits, headers=headers, trust_env=False
+    ) as client:
+        asker = await Asker.open(client, args.concurrency)
+        with Progress(*columns, console=console) as progress:
+            for name in names:
+                begin = time.monotonic()
+                answers = await ask_suite(asker, name, args.items, progress)
+                figures.append(summarize(name, answers, time.monotonic() - begin))
+                everything += answers
+        return figures, everything, asker.model
+
+
+async def ask_suite(asker: Asker, name: str, n_items: int, progress: Progress) -> list[Answer]:
+    """One suite under its bar."""
+    items = read(name, n_items)
+    bar = progress.add_task(name, total=len(items), right=0)
+    n_right = 0
+
+    def advance(answer: Answer) -> None:
+        nonlocal n_right
+        n_right += answer.is_right is True
+        progress.update(bar, advance=1, right=n_right)
+
+    return await asker.suite(name, items, advance)
+
+
+def show(figures: list[SuiteFigures], answers: list[Answer], console: Console) -> None:
+    """Tables, then the first errors."""
+    console.print(table(figures))
+    console.print(acceptance_table(figures))
+    failed = [a for a in answers if a.error]
+    for answer in failed[:N_ERRORS_SHOWN]:
+        console.print(f"{answer.item.id}: {answer.error}", markup=False)
+    if len(failed) > N_ERRORS_SHOWN:
+        console.print(f"... and {len(failed) - N_ERRORS_SHOWN} more; --json lists all")
+
+
+def installed(name: str) -> str:
+    """Version of a distribution here; a dash when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "-"
