@@ -26,11 +26,10 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 # Codes that mean a failed pair (502), whatever class carries them.
-BAD_GATEWAY = frozenset(
-    {"instance_failed", "transfer_failed", "poison_request", "candidates_failed"}
-)
-# Trying again would bill tokens twice or meet the same bug.
+BAD_GATEWAY = frozenset({"instance_failed", "transfer_failed", "poison_request"})
+# Trying again would bill tokens twice or meet the same bug; a wait in the queue has billed nothing.
 NO_RETRY = frozenset({500, 502, 504})
+NOTHING_BILLED = frozenset({"queue_timeout"})
 MAX_RETRY_AFTER_S = 60
 
 
@@ -80,8 +79,6 @@ def api_error(error: BaseException) -> ApiError:
         return _with_headers(
             500, "internal error; the server's log has the request id", "internal_error"
         )
-    if error.code == "model_not_found":
-        param = "model"
     retry_after_s = error.retry_after_s if isinstance(error, QueueFull) else 1.0
     wait = status == 429 or (status == 503 and isinstance(error, Unavailable))
     return _with_headers(status, str(error), error.code, param, retry_after_s if wait else None)
@@ -97,7 +94,7 @@ def _with_headers(
     headers: dict[str, str] = {}
     if retry_after_s is not None:
         headers["Retry-After"] = str(min(max(round(retry_after_s), 1), MAX_RETRY_AFTER_S))
-    if status in NO_RETRY:
+    if status in NO_RETRY and code not in NOTHING_BILLED:
         headers["x-should-retry"] = "false"
     return ApiError(status, message, code, param, headers)
 

@@ -270,3 +270,4 @@ async def test_waiting_too_long_in_the_queue_is_a_timeout(folder: ModelFolder) -
         await until(lambda: registry.decode_views()[0].pages_free == 0)
         answer = await router.client.post(TEXT, json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "queue_timeout")
+        assert "x-should-retry" not in answer.headers
