@@ -8,11 +8,12 @@ from pathlib import Path
 import grpc.aio
 
 from decode_svc.deployment import Deployment
-from decode_svc.driver import DecodeEngine, OnProgress
+from decode_svc.driver import DecodeEngine
 from decode_svc.service import SERVICE_NAME, DecodeServicer
 from k3.config import load
 from k3.config.tree import EngineConfig
 from k3.model.digest import model_digest
+from k3.rank.lives import OnProgress
 from k3.rank.supervise import RankGroup
 from k3.rpc.client import ChannelPool, client_tls
 from k3.rpc.engine import run, serve

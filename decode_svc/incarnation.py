@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 from decode_svc import wire
 from decode_svc.caller import Caller
@@ -21,35 +20,17 @@ from decode_svc.intake.intake import Intake
 from decode_svc.intake.source import PrefillSource
 from decode_svc.request import RequestSpec, State
 from k3.errors import K3Error
+from k3.rank.lives import Ranks
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
 
 log = logging.getLogger("k3.decode")
 
 TICK_S = 0.25
+SETTLE_POLL_S = 0.02
 
 Introduction = Callable[[], prefill_pb2.ConnectRequest]
 MakeSource = Callable[[Introduction], PrefillSource]
-
-
-class Ranks(Protocol):
-    """What a life needs of the rank group; `k3.rank.supervise.RankGroup` is one."""
-
-    async def send_plan(self, plan: plan_pb2.StepPlan) -> None:
-        """To every rank. Raises GroupFailed."""
-        ...
-
-    async def next_result(self) -> plan_pb2.StepResult:
-        """The acknowledgement of the oldest plan. Raises GroupFailed, also when it takes too long."""
-        ...
-
-    async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
-        """To one rank's mover. Raises GroupFailed."""
-        ...
-
-    async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
-        """Rank and what its mover says. Raises GroupFailed."""
-        ...
 
 
 class Incarnation:
@@ -130,6 +111,15 @@ class Incarnation:
             caller.fail(error)
             self._end(caller, prefill_pb2.ABORT_REASON_REVOKED)
         self._changed()
+
+    def abort_all(self, error: K3Error) -> None:
+        """End every request with `error`; their memory takes its regular way."""
+        self.fail(error)
+
+    async def settled(self) -> None:
+        """Wait until no caller, request or quarantined memory is left."""
+        while self.n_busy:  # noqa: ASYNC110  (many owners, no one event)
+            await asyncio.sleep(SETTLE_POLL_S)
 
     @property
     def n_open(self) -> int:

@@ -112,9 +112,11 @@ def run(context: RankContext) -> None:
             match message.WhichOneof("message"):
                 case "plan":
                     if len(pending) >= depth:
-                        raise ValueError(
-                            f"plan {message.plan.step_id} with {len(pending)} unanswered: schedule.depth={depth}"
-                        )
+                        if answers:
+                            raise ValueError(
+                                f"plan {message.plan.step_id} with {len(pending)} unanswered: schedule.depth={depth}"
+                            )
+                        pending.popleft().outcome.event.synchronize()  # rank 0 has answered it
                     pending.append(rank.launch(message.plan))
                 case "shutdown":
                     return
@@ -123,9 +125,11 @@ def run(context: RankContext) -> None:
                 case other:
                     assert_never(other)
         while pending and (pending[0].outcome.event.query() or not messages):
-            result = rank.answer(pending.popleft())
+            oldest = pending.popleft()
             if answers:
-                context.plans.send(plan_pb2.RankMessage(result=result))
+                context.plans.send(plan_pb2.RankMessage(result=rank.answer(oldest)))
+            else:
+                oldest.outcome.event.synchronize()
 
 
 def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_pb2.FrontMessage]:

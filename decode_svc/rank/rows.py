@@ -20,6 +20,7 @@ from k3.v1 import plan_pb2
 
 DUMMY_ROW = 0
 DUMMY_SLOT = 0
+NO_PAGE = -1  # beyond a request's pages: never written
 DUMMY = RowSampling(SamplingParams(temperature=0.0))
 
 
@@ -38,7 +39,7 @@ class RowTable:
         self.draft_len_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self.read_column_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self.state_slot_R = torch.full((n_rows,), DUMMY_SLOT, dtype=torch.int64, device=device)
-        self.pages_RW = torch.zeros(n_rows, width, dtype=torch.int32, device=device)
+        self.pages_RW = torch.full((n_rows, width), NO_PAGE, dtype=torch.int32, device=device)
         self.version = 0
         self._sampling: dict[int, RowSampling] = {}
         self._counts: dict[int, TokenCounts] = {}
@@ -59,6 +60,7 @@ class RowTable:
         self.read_column_R[row.row] = 0
         self.state_slot_R[row.row] = row.state_slot
         pages = torch.tensor(row.pages, dtype=torch.int32, device=self.device)
+        self.pages_RW[row.row] = NO_PAGE
         self.pages_RW[row.row, : len(row.pages)] = pages
         self._epochs[row.row] = row.epoch
         self._n_drafts[row.row] = row.draft_len

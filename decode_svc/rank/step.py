@@ -23,7 +23,7 @@ from decode_svc.rank.tables import GroupBatch, TableBuffers
 from k3.device import Device, Event
 from k3.model.batch import StageCaches
 from k3.model.k3 import Stage
-from k3.sampling import Recipe, accept, with_logprobs
+from k3.sampling import Recipe, TokenCounts, accept, with_logprobs
 from k3.types import TokenEvent
 from k3.v1 import plan_pb2
 
@@ -94,16 +94,17 @@ class VerifyStep:
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[int], max_base: int) -> Outcome:
-        """One group for each of `rows` (distinct). max_base: upper bound of every row's base."""
+        """One group for each of `rows` (distinct). max_base: upper bound of every row's base.
+
+        All ranks of the group launch the same steps; every rank takes rank 0's tokens, so rows cannot drift apart.
+        """
         table, bucket = self._table, self._runner.bucket(len(rows))
         self._compose(tuple(rows), bucket)
         batch, logits, forward_s = self._runner.run(
             bucket, lambda: self._forward(bucket, max_base + self.group)
         )
         counts = [table.counts(row) for row in rows]
-        drawn_BG = self._recipe.draw(logits, batch.next_T, counts).view(bucket, self.group)
-        accepted_B = accept(drawn_BG, batch.drafts_BK, table.draft_len_R[batch.rows_B])
-        drawn_BX = self._agree(torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1))
+        drawn_BX = self._stage.groups.shard.broadcast(self._judge(batch, logits, counts))
         drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
         bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
         table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
@@ -134,10 +135,16 @@ class VerifyStep:
         logits = stage.logits(stage.hidden(frame))
         return batch, logits, time.perf_counter() - started
 
-    def _agree(self, drawn_BX: Tensor) -> Tensor:
-        """Every rank takes rank 0's decision."""
-        shard = self._stage.groups.shard
-        return drawn_BX if shard.size == 1 else shard.broadcast(drawn_BX)
+    def _judge(
+        self, batch: GroupBatch, logits_TV: Tensor, counts: Sequence[TokenCounts | None]
+    ) -> Tensor:
+        """Drawn tokens and accepted drafts of each row, [B, G + 1]; ranks other than 0 only make room for them."""
+        n_rows = batch.rows_B.shape[0]
+        if self._stage.groups.shard.rank != 0:
+            return batch.rows_B.new_empty(n_rows, self.group + 1)
+        drawn_BG = self._recipe.draw(logits_TV, batch.next_T, counts).view(n_rows, self.group)
+        accepted_B = accept(drawn_BG, batch.drafts_BK, self._table.draft_len_R[batch.rows_B])
+        return torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
 
 
 def apply_rows(table: RowTable, plan: plan_pb2.StepPlan) -> None:

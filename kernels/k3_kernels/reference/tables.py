@@ -30,6 +30,7 @@ def verify_tables(
     """Positions, pool slots and bounds of every group token on this rank.
 
     base_B: anchor positions, int; valid_BG: False for padding tokens, which get slot -1 and bound 0.
+    A position beyond the table, or on a page of -1, gets slot -1.
     Returns position [T] int64, slot [T] int64 (-1: not this rank's), bound [T] int32.
     """
     group = valid_BG.shape[1]
@@ -37,11 +38,12 @@ def verify_tables(
     position = base_B.to(torch.int64).unsqueeze(1) + torch.arange(group, device=base_B.device)
     super_block = torch.div(position, block, rounding_mode="floor")
     offset = position - super_block * block
-    column = super_block.clamp(max=page_table_BW.shape[1] - 1)
-    page = page_table_BW.to(torch.int64).gather(1, column)
+    width = page_table_BW.shape[1]
+    page = page_table_BW.to(torch.int64).gather(1, super_block.clamp(max=width - 1))
     mine = torch.div(offset, page_tokens, rounding_mode="floor") == cp_rank
     pool_slot = page * page_tokens + offset % page_tokens
-    slot = torch.where(mine & valid_BG & (page >= 0), pool_slot, -1)
+    writable = mine & valid_BG & (page >= 0) & (super_block < width)
+    slot = torch.where(writable, pool_slot, -1)
     bound = local_len(position + 1, page_tokens, cp_size, cp_rank)
     bound = torch.where(valid_BG, bound, 0).to(torch.int32)
     return position.flatten(), slot.flatten(), bound.flatten()
