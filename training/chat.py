@@ -13,7 +13,7 @@ import tiktoken
 
 from training.tokenizer import Special
 
-_TOOL_DECLARATION = Path(__file__).parent / "data" / "tool_declaration.txt"
+CHAT_FORMAT = Path(__file__).parent.parent / "k3" / "assets" / "tiny" / "chat_format.json"
 
 
 class ChatCodec:
@@ -22,7 +22,8 @@ class ChatCodec:
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
         self.special = Special(encoding.n_vocab - 256)
-        self.declaration = _TOOL_DECLARATION.read_text(encoding="utf-8")
+        built_in = json.loads(CHAT_FORMAT.read_text(encoding="utf-8"))["messages"]
+        self.declaration = str(built_in["tool_declaration"])
         self._tags: dict[tuple[str, tuple[tuple[str, str], ...]], list[int]] = {}
 
     def text(self, text: str) -> list[int]:

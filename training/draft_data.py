@@ -1,7 +1,8 @@
 """What a drafter learns from: sequences, and the frozen target's taps and final hidden states over them.
 
-Short sequences are prompts of the corpus continued by the target itself at temperature 0, 0.7 and 1. Recall documents of
-1k and 4k tokens keep their gold answers, which the target repeats anyway; that gives several answers per long pass.
+Short sequences are prompts of the corpus continued by the target itself at temperature 0, 0.7 and 1. Recall
+documents of 1k and 4k tokens keep their gold answers, which the target repeats anyway; that gives several answers per
+long pass.
 """
 
 import random
@@ -39,7 +40,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """All sequences, flat: ids [T], answer [T] bool, taps [T, m*Ht], hidden [T, Ht] (final-normed), starts [n+1] host."""
+    """All sequences, flat: ids, answer (bool) [T], taps [T, m*Ht], hidden [T, Ht] (final-normed), starts [n+1] host."""
 
     ids: Tensor
     answer: Tensor

@@ -276,8 +276,8 @@ def block_loss(
 ) -> Loss:
     """0.1 CE + 0.9 L1 + BCE of acceptance, slots weighted exp(-i / gamma).
 
-    draft_logits, target_logits [..., k, V]; confidence, labels [..., k]; mask [..., k] already cumulative. Sums over all
-    leading dimensions divided by the sum of weights.
+    draft_logits, target_logits [..., k, V]; confidence, labels [..., k]; mask [..., k] already cumulative.
+    Sums over all leading dimensions divided by the sum of weights.
     """
     k = labels.shape[-1]
     weight = torch.exp(-torch.arange(k, device=labels.device) / gamma) * mask

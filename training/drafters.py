@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from training import suites
+from k3.bench.suites import longest_answer, read
 from training.draft_data import run_target, sequences
 from training.drafter import DraftDims
-from training.evaluate import Model, longest_answer
+from training.evaluate import Model
 from training.plot import plot_losses
-from training.recipe import DrafterRecipe
+from training.recipe import DrafterRecipe, Recipe
 from training.rollouts import Acceptance, DraftAblation, Rollout, Trajectories, pooled, record
 from training.train_drafter import DrafterRun, load_draft
 
@@ -39,11 +39,13 @@ def train_all(model: Model, recipe: DrafterRecipe, checkpoints: Path, out: Path)
         plot_losses(run.log, ("loss", "l1"), checkpoints / f"draft-{flavour}-loss.png")
 
 
-def measure_all(model: Model, folder: Path, n_items: int) -> None:
+def measure_all(model: Model, recipe: Recipe, folder: Path) -> None:
     """Rollouts of both flavours over the frozen suites; writes `acceptance.json` as it goes."""
     taps = DraftDims("mla").taps
-    recorded = {name: _record(model, name, n_items, 0.0, taps) for name in (*_SHORT, *_RECALL)}
-    warm = {f"{name}@T1": _record(model, name, n_items, 1.0, taps) for name in _WARM}
+    greedy = [name for name in (*_SHORT, *_RECALL) if name in recipe.suites]
+    hot = [name for name in _WARM if name in recipe.suites]
+    recorded = {name: _record(model, recipe, name, 0.0, taps) for name in greedy}
+    warm = {f"{name}@T1": _record(model, recipe, name, 1.0, taps) for name in hot}
     report: dict[str, dict[str, object]] = {}
     for flavour in FLAVOURS:
         dims = DraftDims(flavour)
@@ -53,13 +55,16 @@ def measure_all(model: Model, folder: Path, n_items: int) -> None:
 
 
 def _record(
-    model: Model, name: str, n_items: int, heat: float, taps: tuple[int, ...]
+    model: Model, recipe: Recipe, name: str, heat: float, taps: tuple[int, ...]
 ) -> Trajectories:
-    items = suites.read(name)
-    spread = items[:: max(1, len(items) // n_items)][:n_items]
-    if name.endswith("_4k"):
-        spread = spread[: max(1, n_items // 2)]
-    return record(model, [model.prompt(item) for item in spread], longest_answer(name), heat, taps)
+    """Continuations of an even spread of a suite's items; half as many of the long suites."""
+    n_items = (
+        recipe.rollout_items if not name.endswith("_4k") else max(1, recipe.rollout_items // 2)
+    )
+    items = read(name)
+    spread = items[:: max(1, len(items) // recipe.rollout_items)][:n_items]
+    max_new = min(recipe.answer_cap, longest_answer(name))
+    return record(model, [model.prompt(item) for item in spread], max_new, heat, taps)
 
 
 def _measure(
@@ -69,11 +74,19 @@ def _measure(
     report: dict[str, object] = {name: a.report() for name, a in full.items()}
     report["arithmetic"] = _pool(full, _ARITHMETIC)
     report["pooled"] = _pool(full, (*_SHORT, *_RECALL))
-    narrow = {f"{name}@256": rollout.acceptance(recorded[name], window=256) for name in _RECALL}
+    narrow = {
+        f"{name}@256": rollout.acceptance(recorded[name], window=256)
+        for name in _RECALL
+        if name in recorded
+    }
     report |= {name: a.report() for name, a in narrow.items()}
     for ablation in DraftAblation:
         if ablation is not DraftAblation.NONE:
-            parts = {name: rollout.acceptance(recorded[name], ablation=ablation) for name in _SHORT}
+            parts = {
+                name: rollout.acceptance(recorded[name], ablation=ablation)
+                for name in _SHORT
+                if name in recorded
+            }
             report[f"arithmetic/{ablation.value}"] = _pool(parts, _ARITHMETIC)
             report[f"short/{ablation.value}"] = _pool(parts, _SHORT)
     report["short"] = _pool(full, _SHORT)
@@ -83,4 +96,4 @@ def _measure(
 
 
 def _pool(parts: dict[str, Acceptance], names: Sequence[str]) -> dict[str, object]:
-    return pooled([parts[name] for name in names]).report()
+    return pooled([parts[name] for name in names if name in parts]).report()

@@ -9,22 +9,18 @@ from pathlib import Path
 
 import torch
 
-from training import suites, tokenizer
+from k3.bench.scoring import is_right, response_of
+from k3.bench.suites import Item, longest_answer, read
+from training import tokenizer
 from training.chat import ChatCodec
 from training.export import from_hf, read_folder
 from training.generate import Ablation, Generator
 from training.kernels import kernels_for
 from training.parameters import is_bf16
-from training.suites import Item
+from training.recipe import Recipe
 from training.target import Dims, LayeredParams, Target
 
-_MAX_NEW = {"arith": 176, "copy": 176, "tools": 112, "open": 96, "chat": 64, "lists": 64}
 _CACHE_TOKENS = 1_200_000
-
-
-def longest_answer(suite: str) -> int:
-    """Generation limit of a suite in tokens."""
-    return _MAX_NEW.get(suite.split("_")[0], 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +60,14 @@ class Model:
     def is_right(self, item: Item, ids: Sequence[int]) -> bool:
         """Score one continuation by the item's check."""
         raw = self.codec.encoding.decode(list(ids))
-        opening, closing = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
-        response = raw.split(opening, 1)[1].split(closing, 1)[0] if opening in raw else ""
-        match item.check:
-            case "raw":
-                return raw == item.answer
-            case "response":
-                return response == item.answer
-            case "answer_line":
-                lines = [line for line in response.splitlines() if line.startswith("Answer: ")]
-                return bool(lines) and lines[-1] == item.answer
-            case "none":
-                return True
-            case _:
-                raise ValueError(f"item {item.id}: unknown check {item.check!r}")
+        right = is_right(item.check, item.answer, response=response_of(raw), raw=raw)
+        return right is None or right
 
-    def answers(self, items: Sequence[Item], ablation: Ablation = Ablation.NONE) -> list[list[int]]:
+    def answers(
+        self, items: Sequence[Item], cap: int, ablation: Ablation = Ablation.NONE
+    ) -> list[list[int]]:
         """Greedy continuations, in batches bounded by cache size."""
-        max_new = longest_answer(items[0].id.split("-")[0])
+        max_new = min(cap, longest_answer(items[0].id.split("-")[0]))
         prompts = [self.prompt(item) for item in items]
         batch = max(1, _CACHE_TOKENS // (max(map(len, prompts)) + max_new))
         generator = self.generator()
@@ -91,26 +77,26 @@ class Model:
         return out
 
 
-def evaluate(
-    model: Model, n_items: int | None, out: Path, names: Sequence[str] = suites.NAMES
-) -> dict[str, object]:
+def evaluate(model: Model, recipe: Recipe, out: Path) -> dict[str, object]:
     """Accuracy, share of self-ending answers and n per suite; writes eval.json and returns it."""
     report: dict[str, object] = {}
-    for name in names:
-        items = suites.read(name)[:n_items]
+    for name in recipe.suites:
+        items = read(name, recipe.eval_items)
         began = time.monotonic()
-        report[name] = _score(model, items, Ablation.NONE)
+        report[name] = _score(model, items, recipe.answer_cap, Ablation.NONE)
         if name.startswith(("passkey", "facts16")):
             for ablation in (Ablation.LATENTS, Ablation.STATES):
-                report[f"{name}/{ablation.value}"] = _score(model, items[:100], ablation)
+                report[f"{name}/{ablation.value}"] = _score(
+                    model, items[:100], recipe.answer_cap, ablation
+                )
         print(f"eval {name}: {report[name]} {time.monotonic() - began:.1f} s", flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _score(model: Model, items: Sequence[Item], ablation: Ablation) -> dict[str, object]:
-    answers = model.answers(items, ablation)
+def _score(model: Model, items: Sequence[Item], cap: int, ablation: Ablation) -> dict[str, object]:
+    answers = model.answers(items, cap, ablation)
     right = [model.is_right(item, ids) for item, ids in zip(items, answers, strict=True)]
     eos = model.codec.special.end_of_msg
     result: dict[str, object] = {

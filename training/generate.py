@@ -43,7 +43,7 @@ class Ablation(enum.Enum):
 
 @dataclass(slots=True)
 class Caches:
-    """state [row, H, V, K] fp32 and conv [3, row, W-1, P] per KDA layer; latents [row, T, C+R] per MLA layer; length [row]."""
+    """KDA layers: state [row, H, V, K] fp32, conv [3, row, W-1, P]; MLA layers: latents [row, T, C+R]; length [row]."""
 
     state: dict[int, Tensor]
     conv: dict[int, Tensor]

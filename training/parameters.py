@@ -118,7 +118,7 @@ def initial(d: Dims, seed: int) -> dict[str, Tensor]:
 
 
 def _value(name: str, shape: tuple[int, ...], d: Dims, rng: torch.Generator) -> Tensor:
-    if name.endswith("res_proj.weight") or name.endswith("e_score_correction_bias"):
+    if name.endswith(("res_proj.weight", "e_score_correction_bias")):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)

@@ -1,8 +1,9 @@
-"""All numbers of a run in one tree: model dimensions, target schedule, drafter schedule. `--smoke` shrinks, never reroutes."""
+"""All numbers of a run in one tree: model, target schedule, drafter schedule. `--smoke` shrinks, never reroutes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from k3.bench.suites import NAMES
 from training.data.mixture import Mixture
 
 _QUANTIZATION = {
@@ -163,24 +164,40 @@ class Recipe:
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     drafter: DrafterRecipe = field(default_factory=DrafterRecipe)
-    eval_items: int | None = None
+    suites: tuple[str, ...] = NAMES
+    eval_items: int = 0
     rollout_items: int = 100
+    answer_cap: int = 176
+    samples: tuple[tuple[str, int], ...] = (
+        ("arith_seen", 3), ("arith_forms", 1), ("arith_skeletons", 1), ("copy", 1), ("lists", 2),
+        ("tools", 1), ("chat", 1), ("passkey_1k", 1), ("facts16_1k", 1),
+    )  # fmt: skip
     tokenizer_samples: int = 12_000
 
 
 def smoke() -> Recipe:
     """The same phases on a CPU in under 90 s: a handful of steps on short documents."""
-    mixture = Mixture(arithmetic=0.7, recall=0.0, late_recall=0.0, stages=((1.0, 256),))
+    mixture = Mixture(
+        arithmetic=0.7,
+        recall=0.0,
+        late_recall=0.0,
+        short_recall=0.0,
+        tools=0.0,
+        stages=((1.0, 256),),
+    )
     return Recipe(
         target=replace(
-            TargetRecipe(), n_tokens=768, n_steps=4, warmup=2, n_workers=1, checkpoint_every=2,
+            TargetRecipe(), n_tokens=320, n_steps=2, warmup=1, n_workers=1, checkpoint_every=1,
             mixture=mixture,
         ),
         drafter=replace(
-            DrafterRecipe(), n_prompts=4, n_long=0, n_middle=0, generate_batch=4, max_new=12,
-            buckets=((256, 4, 2, 1.0),), n_steps=3, warmup=1,
+            DrafterRecipe(), n_prompts=2, n_long=0, n_middle=0, generate_batch=4, max_new=12,
+            buckets=((768, 2, 2, 1.0),), n_steps=2, warmup=1,
         ),
+        suites=("arith_seen", "chat"),
         eval_items=1,
         rollout_items=1,
-        tokenizer_samples=400,
+        answer_cap=12,
+        samples=(("arith_seen", 1),),
+        tokenizer_samples=200,
     )  # fmt: skip

@@ -17,7 +17,6 @@ from training.draft_data import Recorded, Store, run_target
 from training.drafter import Blocks, DraftDims, Drafter, Params, markov_bias
 from training.evaluate import Model
 
-
 _TOGETHER = 16
 _ANCHORS = 32
 

@@ -1,7 +1,8 @@
 """`python -m training.run --preset k3-mini [--smoke]`: all phases, each resumable, each also alone with `--phase`.
 
-Phases: tokenizer, target (checkpoints, exported folder, loss plot), evaluate, drafters (data, both flavours), rollouts.
-Everything is written under `--folder`; the finished model is its `k3-mini/`.
+Phases: tokenizer, target (checkpoints, exported folder, loss plot), evaluate, drafters (data, both flavours),
+rollouts, finish (tokenizer twin, samples, model card). Everything is written under `--folder`; the finished
+model is its `k3-mini/`.
 """
 
 import argparse
@@ -17,11 +18,12 @@ from training.data.corpus import texts
 from training.drafters import measure_all, train_all
 from training.evaluate import Model, evaluate
 from training.export import to_hf, write_shards
+from training.finish import finish
 from training.plot import plot_losses
 from training.recipe import Recipe, smoke
 from training.train_target import TargetRun
 
-PHASES = ("tokenizer", "target", "evaluate", "drafters", "rollouts")
+PHASES = ("tokenizer", "target", "evaluate", "drafters", "rollouts", "finish")
 
 
 class Run:
@@ -38,7 +40,6 @@ class Run:
         if self.tokenizer.exists():
             return
         ranks = tokenizer.train(texts(n_samples=self.recipe.tokenizer_samples))
-        tokenizer.write_hf(ranks, self.model / "tokenizer.json")
         tokenizer.write_tiktoken(ranks, self.tokenizer)
 
     def train_target(self, until: int | None = None) -> None:
@@ -52,7 +53,7 @@ class Run:
     def evaluate(self) -> None:
         """Score the exported folder on the frozen suites."""
         model = Model.load(self.model, self.tokenizer, self.device)
-        evaluate(model, self.recipe.eval_items, self.model / "eval.json")
+        evaluate(model, self.recipe, self.model / "eval.json")
 
     def train_drafters(self) -> None:
         """Train both flavours against the exported target."""
@@ -62,7 +63,11 @@ class Run:
     def measure_drafters(self) -> None:
         """Rollouts over the frozen suites."""
         model = Model.load(self.model, self.tokenizer, self.device)
-        measure_all(model, self.model, self.recipe.rollout_items)
+        measure_all(model, self.recipe, self.model)
+
+    def finish(self) -> None:
+        """Chat format, tokenizer twin, samples, model card."""
+        finish(self.model, self.recipe)
 
 
 def main() -> None:
@@ -89,6 +94,7 @@ def main() -> None:
         "evaluate": run.evaluate,
         "drafters": run.train_drafters,
         "rollouts": run.measure_drafters,
+        "finish": run.finish,
     }
     for name, phase in phases.items():
         if arguments.phase in (None, name):

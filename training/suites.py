@@ -1,8 +1,6 @@
-"""The frozen evaluation suites: how they were made, and how they are read.
+"""How the frozen suites were made: `python -m training.suites` writes `k3/assets/eval/` again, byte for byte.
 
-A suite is JSON lines `{id, turns, tools, answer, check}` in `k3/assets/eval/`, xz-compressed where it is large. Checks:
-`answer_line` (the last `Answer: n` of the response), `response` (the response text exactly), `raw` (everything the
-model wrote, tags included, exactly), `none` (no gold answer). Seeds differ from all training seeds.
+Items, checks and reading are `k3.bench.suites` and `k3.bench.scoring`. Seeds differ from all training seeds.
 """
 
 import argparse
@@ -10,10 +8,9 @@ import json
 import lzma
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from k3.bench.suites import FOLDER, NAMES, Item
 from training import tokenizer
 from training.chat import ChatCodec
 from training.data import lists, recall, talk, tools
@@ -26,72 +23,26 @@ from training.data.problems import (
     story,
 )
 
-FOLDER = Path(__file__).parent.parent / "k3" / "assets" / "eval"
-NAMES = [
-    "arith_seen",
-    "arith_forms",
-    "arith_skeletons",
-    "passkey_1k",
-    "passkey_4k",
-    "passkey_8k",
-    "facts16_1k",
-    "facts16_4k",
-    "facts16_8k",
-    "copy",
-    "lists",
-    "tools",
-    "chat",
-    "open",
-]
 _N_ITEMS = 200
 _PER_SKELETON = 8
 _LARGE_BYTES = 400_000
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One question. `template` names its origin (held-out frame or chain), for reports."""
-
-    id: str
-    turns: tuple[Mapping[str, str], ...]
-    tools: tuple[Mapping[str, Any], ...] | None
-    answer: str | None
-    check: str
-
-    def line(self) -> str:
-        """The JSON line."""
-        fields = {
-            "id": self.id,
-            "turns": self.turns,
-            "tools": self.tools,
-            "answer": self.answer,
-            "check": self.check,
-        }
-        return json.dumps(fields, ensure_ascii=False)
-
-
-def read(name: str, folder: Path = FOLDER) -> list[Item]:
-    """Items of a suite; raises FileNotFoundError naming the folder when it is not there."""
-    plain, packed = folder / f"{name}.jsonl", folder / f"{name}.jsonl.xz"
-    if packed.exists():
-        text = lzma.decompress(packed.read_bytes()).decode()
-    elif plain.exists():
-        text = plain.read_text(encoding="utf-8")
-    else:
-        raise FileNotFoundError(
-            f"no suite {name!r} in {folder}; expected one of {', '.join(NAMES)}"
-        )
-    items: list[Item] = []
-    for line in text.splitlines():
-        x = json.loads(line)
-        declared = tuple(x["tools"]) if x["tools"] else None
-        items.append(Item(x["id"], tuple(x["turns"]), declared, x["answer"], x["check"]))
-    return items
+def line(item: Item) -> str:
+    """The JSON line of an item."""
+    fields = {
+        "id": item.id,
+        "turns": item.turns,
+        "tools": item.tools,
+        "answer": item.answer,
+        "check": item.check,
+    }
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def write(name: str, items: list[Item], folder: Path) -> Path:
     """Write a suite, compressed when large."""
-    text = "".join(item.line() + "\n" for item in items)
+    text = "".join(line(item) + "\n" for item in items)
     folder.mkdir(parents=True, exist_ok=True)
     if len(text) < _LARGE_BYTES:
         path = folder / f"{name}.jsonl"

@@ -1,11 +1,11 @@
 """The small BPE of k3-mini: K3's split pattern and file format, 3,840 ranks, no rank with two digits.
 
 Digits are split one by one while the ranks are learned, so `\\p{N}{1,3}` of the pattern still encodes every
-number digit by digit. Layout of the 256 specials is K3's in small. `train` learns ranks, `write_*` store them, `load` gives an encoder.
+number digit by digit. Layout of the 256 specials is K3's in small. `train` learns ranks, `write_tiktoken`
+stores them, `load` gives an encoder. The twin `tokenizer.json` is made by `router.text.export`.
 """
 
 import base64
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,15 +40,7 @@ NAMED_SPECIALS = {
     3: "<|open|>",
     4: "<|close|>",
     5: "<|sep|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "[EOT]",
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
     240: "[MASK]",
-    254: "[UNK]",
     255: "[PAD]",
 }
 
@@ -166,82 +158,3 @@ def load(path: Path) -> tiktoken.Encoding:
         mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
         special_tokens=Special(len(ranks)).names(),
     )
-
-
-def write_hf(ranks: list[bytes], path: Path) -> None:
-    """The twin `tokenizer.json` for clients that read Hugging Face files; same ids."""
-    chars = _byte_chars()
-    spell = {token: "".join(chars[b] for b in token) for token in ranks}
-    order = {token: rank for rank, token in enumerate(ranks)}
-    merges = [
-        [spell[left], spell[right]]
-        for rank, token in enumerate(ranks)
-        if len(token) > 1
-        for left, right in [_split(token, order, rank)]
-    ]
-    special = [
-        {
-            "id": number,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": name not in ("<|open|>", "<|close|>", "<|sep|>"),
-        }
-        for name, number in Special(len(ranks)).names().items()
-    ]
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    tree = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {spell[token]: rank for rank, token in enumerate(ranks)},
-            "merges": merges,
-        },
-    }
-    path.write_text(json.dumps(tree, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def _byte_chars() -> list[str]:
-    """Printable stand-in of each byte, the byte-level convention of GPT-2."""
-    keep = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(b) if b in keep else chr(next(spare)) for b in range(256)]
-
-
-def _split(token: bytes, order: dict[bytes, int], rank: int) -> tuple[bytes, bytes]:
-    """The two parts whose merge made `token`: byte-pair encode it with lower ranks only."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        candidates = [(order.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts))]
-        best, at = min(candidates)
-        if best >= rank:
-            raise ValueError(f"rank {rank} ({token!r}) is not a merge of two earlier ranks")
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]

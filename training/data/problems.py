@@ -140,10 +140,10 @@ class _Story:
     def event(self, heldout: Grammar | None) -> bool:
         """Add one event; False when the drawn one does not fit the current count."""
         rng = self.rng
-        if heldout is not None:
-            kind = rng.choice(("gain", "loss"))
-        else:
-            kind = rng.choices(_EVENT_NAMES, _EVENT_WEIGHTS)[0]
+        unseen = heldout is not None
+        kind = (
+            rng.choice(("gain", "loss")) if unseen else rng.choices(_EVENT_NAMES, _EVENT_WEIGHTS)[0]
+        )
         x, k, w = self.count, rng.randint(2, 9), rng.randint(2, 40)
         a = amount(rng)
         match kind:
