@@ -89,7 +89,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """A listening-ready TCP socket; raises OSError."""
     name = host.strip("[]")
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's delay off only for sockets that name their protocol.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((name, port))
