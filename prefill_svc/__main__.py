@@ -10,12 +10,13 @@ import grpc.aio
 from k3.config import load
 from k3.config.tree import EngineConfig
 from k3.model.digest import model_digest
+from k3.rank.lives import OnProgress
 from k3.rank.supervise import RankGroup
 from k3.rpc.engine import run, serve
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import plan_pb2, prefill_pb2_grpc
 from prefill_svc.deployment import Deployment
-from prefill_svc.driver import OnProgress, PrefillEngine
+from prefill_svc.driver import PrefillEngine
 from prefill_svc.service import SERVICE_NAME, PrefillServicer
 
 

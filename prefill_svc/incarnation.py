@@ -12,9 +12,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from k3.errors import GroupFailed, K3Error, LayoutMismatch
+from k3.rank.lives import Ranks
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
 from prefill_svc import wire
@@ -30,26 +30,6 @@ log = logging.getLogger("k3.prefill")
 MAX_COMMANDS = 65536
 TICKS_PER_HEARTBEAT = 8
 LONGEST_TICK_S = 0.25
-
-
-class Ranks(Protocol):
-    """What a life needs of the rank group; `k3.rank.supervise.RankGroup` is one."""
-
-    async def send_plan(self, plan: plan_pb2.StepPlan) -> None:
-        """To every rank. Raises GroupFailed."""
-        ...
-
-    async def next_result(self) -> plan_pb2.StepResult:
-        """The acknowledgement of the oldest plan. Raises GroupFailed, also when it takes too long."""
-        ...
-
-    async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
-        """To one rank's mover. Raises GroupFailed."""
-        ...
-
-    async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
-        """Rank and what its mover says. Raises GroupFailed."""
-        ...
 
 
 class Incarnation:
@@ -72,8 +52,8 @@ class Incarnation:
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
-        self.idle = asyncio.Event()  # set while no request is open
-        self.idle.set()
+        self._idle = asyncio.Event()  # set while no request is open
+        self._idle.set()
         self._starts: dict[int, prefill_pb2.Start] = {}
         self._keys = itertools.count(1)
         self._wake = asyncio.Event()
@@ -120,7 +100,7 @@ class Incarnation:
         self.scheduler.submit(key, prompt_len, self._clock())
         self._starts[key] = start
         export = self.handoff.open(key, peer, prompt_len, stream)
-        self.idle.clear()
+        self._idle.clear()
         accepted = prefill_pb2.Accepted(
             hit_tokens=0, queue_position=self.scheduler.position(key), expected_senders=senders
         )
@@ -146,6 +126,19 @@ class Incarnation:
         self.handoff.fail_all(error)
         for peer in self.peers.all():
             self.peers.lose(peer, str(error))
+
+    def abort_all(self, error: K3Error) -> None:
+        """End every request with `error`, each after what was posted for it has ended."""
+        self.handoff.abort_all(error)
+
+    async def settled(self) -> None:
+        """Wait until no request is open."""
+        await self._idle.wait()
+
+    @property
+    def n_open(self) -> int:
+        """Requests waiting, computing or being sent."""
+        return self.handoff.n_open
 
     # ------------------------------------------------------------ loops
 
@@ -253,7 +246,7 @@ class Incarnation:
         """One line per request, at its end."""
         start = self._starts.pop(export.key)
         if not self._starts:
-            self.idle.set()
+            self._idle.set()
         self._observe(export)
         first = export.prefilled
         log.info(

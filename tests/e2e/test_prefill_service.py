@@ -30,13 +30,14 @@ from k3.config.tree import (
     TransferConfig,
 )
 from k3.errors import ReconnectRequired
+from k3.rank.lives import OnProgress
 from k3.rank.supervise import RankGroup
 from k3.rpc.server import make_server
 from k3.rpc.status import from_rpc_error
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import common_pb2, plan_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_svc.deployment import Deployment
-from prefill_svc.driver import OnProgress, PrefillEngine
+from prefill_svc.driver import PrefillEngine
 from prefill_svc.service import PrefillServicer
 from tests.e2e.prefill_peer import Call, Peer
 

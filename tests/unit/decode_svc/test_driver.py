@@ -10,9 +10,10 @@ import pytest
 
 from decode_svc.caller import Failed
 from decode_svc.deployment import Deployment
-from decode_svc.driver import MAX_RESTARTS, DecodeEngine, OnProgress
+from decode_svc.driver import DecodeEngine
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig
 from k3.errors import GroupFailed, RequestRejected, Unavailable
+from k3.rank.lives import MAX_RESTARTS, OnProgress
 from k3.rpc.client import ChannelPool
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import common_pb2, decode_pb2, plan_pb2, prefill_pb2

@@ -11,10 +11,11 @@ import pytest
 
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig
 from k3.errors import GroupFailed, Unavailable
+from k3.rank.lives import MAX_RESTARTS, OnProgress
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import common_pb2, plan_pb2, prefill_pb2
 from prefill_svc.deployment import Deployment
-from prefill_svc.driver import MAX_RESTARTS, OnProgress, PrefillEngine
+from prefill_svc.driver import PrefillEngine
 from tests.sim.prefill_ranks import Clock, Stream, connect_request
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "k3"
