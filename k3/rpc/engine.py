@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 import grpc.aio
@@ -24,7 +24,7 @@ from k3.config.tree import EngineConfig
 from k3.errors import ConfigError, K3Error, ModelError, PortInUse
 from k3.rpc import server as rpc_server
 from k3.rpc.instance import Engine, InstanceServicer, Lifecycle, LoadBoard
-from k3.rpc.ops import OpsServer
+from k3.rpc.ops import OpsServer, Page
 from k3.telemetry import logs
 from k3.telemetry.metrics import EngineMetrics
 from k3.v1 import instance_pb2, instance_pb2_grpc
@@ -44,16 +44,18 @@ async def serve(
     add_services: Callable[[grpc.aio.Server], None],
     service_names: Sequence[str],
     metrics: EngineMetrics,
+    pages: Mapping[str, Page] | None = None,
 ) -> int:
     """Run an engine until a signal or its failure; returns the exit code of the process.
 
     add_services: adds the engine's own servicers. service_names: their full names (`k3.v1.PrefillService`), for health
-    and reflection. metrics: the registry that /metrics shows; its load gauges are kept up to date here.
+    and reflection. metrics: the registry that /metrics shows; its load gauges are kept up to date here. pages: what
+    the ops port serves beyond the probes, by path.
     """
     telemetry = config.telemetry
     origin = logs.setup(telemetry.log_format, telemetry.log_level, config.role)
     try:
-        frame = _Frame(engine, config, service_names, metrics, origin)
+        frame = _Frame(engine, config, service_names, metrics, origin, pages or {})
         return await frame.run(add_services)
     except K3Error as error:
         log.error("cannot go on", extra={"code": error.code, "error": str(error)})
@@ -104,9 +106,11 @@ class _Frame:
         service_names: Sequence[str],
         metrics: EngineMetrics,
         origin: logs.Origin,
+        pages: Mapping[str, Page],
     ) -> None:
         self._engine, self._config, self._names = engine, config, tuple(service_names)
         self._origin = origin
+        self._pages = pages
         self._signals = _Signals()
         self._lifecycle = Lifecycle(engine, config, metrics)
         self._health: Any = cast("Any", health).aio.HealthServicer()
@@ -127,7 +131,7 @@ class _Frame:
         rpc_server.check_port(serve_config.ops_host, serve_config.ops_port, "serve.ops_port")
         ops_socket = rpc_server.bound_socket(serve_config.ops_host, serve_config.ops_port)
         ops_port = ops_socket.getsockname()[1]
-        ops = OpsServer(self._lifecycle, ops_socket)
+        ops = OpsServer(self._lifecycle, ops_socket, self._pages)
         self._add(server, add_services)
         await server.start()
         self._helpers = (

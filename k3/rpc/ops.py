@@ -1,7 +1,8 @@
 """The ops port of an engine: a tiny ASGI application for probes and scrapes, served by uvicorn in the engine's loop.
 
-GET and HEAD only: /health, /ready, /startup, /version (JSON), /metrics (Prometheus, or OpenMetrics by Accept) and the
-aliases /ping /livez /healthz /readyz. It knows nothing of engines: what it shows comes from `OpsSource`.
+GET and HEAD only: /health, /ready, /startup, /version (JSON), /metrics (Prometheus, or OpenMetrics by Accept), the
+aliases /ping /livez /healthz /readyz, and pages of the service's own. It knows nothing of engines: what it shows comes
+from `OpsSource` and from the pages.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import parse_qsl
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -30,6 +32,9 @@ class Answer(NamedTuple):
 
     status: int
     body: dict[str, object]
+
+
+Page = Callable[[Mapping[str, str]], Answer]  # of the query
 
 
 class OpsSource(Protocol):
@@ -59,16 +64,19 @@ class OpsSource(Protocol):
 class OpsApp:
     """The ASGI application."""
 
-    def __init__(self, source: OpsSource) -> None:
+    def __init__(self, source: OpsSource, pages: Mapping[str, Page]) -> None:
+        """pages: what else is served, by path."""
         self._source = source
+        self._pages = dict(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; anything but HTTP is ignored (lifespan is off)."""
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         status, kind, body = self._answer(
-            scope["method"], scope["path"], headers.get(b"accept", b"").decode("latin-1")
+            scope["method"], scope["path"], query, headers.get(b"accept", b"").decode("latin-1")
         )
         head = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
         if status == 405:
@@ -77,7 +85,9 @@ class OpsApp:
         shown = b"" if scope["method"] == "HEAD" else body
         await send({"type": "http.response.body", "body": shown})
 
-    def _answer(self, method: str, path: str, accept: str) -> tuple[int, str, bytes]:
+    def _answer(
+        self, method: str, path: str, query: Mapping[str, str], accept: str
+    ) -> tuple[int, str, bytes]:
         path = ALIASES.get(path, path)
         probes = {
             "/health": self._source.health,
@@ -85,14 +95,15 @@ class OpsApp:
             "/startup": self._source.startup,
             "/version": self._source.version,
         }
-        if path not in probes and path != "/metrics":
-            return _error(404, "not_found", f"no such path; try {', '.join(probes)} or /metrics")
+        if path not in probes and path not in self._pages and path != "/metrics":
+            known = ", ".join((*probes, *self._pages))
+            return _error(404, "not_found", f"no such path; try {known} or /metrics")
         if method not in ("GET", "HEAD"):
             return _error(405, "method_not_allowed", f"{method} is not allowed here; use GET")
         if path == "/metrics":
             body, kind = encode(self._source.refresh(), accept)
             return 200, kind, body
-        answer = probes[path]()
+        answer = probes[path]() if path in probes else self._pages[path](query)
         return answer.status, JSON_TYPE, json.dumps(answer.body).encode()
 
 
@@ -104,10 +115,10 @@ def _error(status: int, code: str, message: str) -> tuple[int, str, bytes]:
 class OpsServer(uvicorn.Server):
     """uvicorn in a loop and a process that belong to somebody else: it installs no signal handlers."""
 
-    def __init__(self, source: OpsSource, sock: socket.socket) -> None:
+    def __init__(self, source: OpsSource, sock: socket.socket, pages: Mapping[str, Page]) -> None:
         super().__init__(
             uvicorn.Config(
-                OpsApp(source),
+                OpsApp(source, pages),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

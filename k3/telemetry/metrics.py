@@ -199,6 +199,15 @@ class DecodeMetrics(EngineMetrics):
         self.tokens = d.counter(
             "k3_decode_tokens_total", "Tokens emitted, the first ones excluded."
         )
+        self.rank_tokens = d.gauge(
+            "k3_helix_rank_tokens",
+            "Tokens of running requests in the latent cache of one context-parallel rank.",
+            cp=(),
+        )
+        self.exchanged_bytes = d.counter(
+            "k3_helix_exchange_bytes_total",
+            "Bytes one rank sent to the others of its context-parallel group in MLA layers.",
+        )
         self.preemptions = d.counter(
             "k3_preemptions_total", "Requests taken off their rows by the scheduler."
         )
@@ -233,6 +242,8 @@ class DecodeMetrics(EngineMetrics):
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.rows_used.set(load.rows_used)
+        for cp, n_tokens in enumerate(load.rank_tokens):
+            self.rank_tokens.labels(cp).set(n_tokens)
 
 
 class RouterMetrics:
