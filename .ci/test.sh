@@ -25,6 +25,6 @@ extra=("$@")
 folders "pure" 2 unit golden property sim
 if [ "$what" = all ]; then
   .ci/chart.sh || status=1
-  folders "processes" 1 e2e lifecycle security chaos model_quality
+  folders "processes" 2 e2e lifecycle security chaos model_quality
 fi
 exit "$status"
