@@ -39,7 +39,8 @@ async def _serve(config: EngineConfig) -> int:
     def add_services(server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(engine), server)
 
-    return await serve(engine, config, add_services, (SERVICE_NAME,), engine.metrics)
+    pages = {"/admin/ledger": engine.ledger}
+    return await serve(engine, config, add_services, (SERVICE_NAME,), engine.metrics, pages)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from typing import ClassVar
 from decode_svc.intake.source import Pair
 from decode_svc.ledger import Ledger
 from decode_svc.scheduler import DecodeScheduler, Limits
-from k3.cache.layout import PROTO_VERSION
+from k3.cache.layout import DTYPE_BYTES, PROTO_VERSION
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
 from k3.config.tree import EngineConfig
 from k3.errors import LayoutMismatch
+from k3.model.spec import LayerKind
 from k3.rank import deployment
 from k3.transfer.plan import check_pair, expected_senders
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
@@ -48,6 +49,18 @@ class Deployment(deployment.Deployment):
             state_slots=SlotPool(config.cache.state_slots - self.N_DUMMIES, first=self.N_DUMMIES),
             rows=SlotPool(config.schedule.max_rows, first=self.N_DUMMIES),
         )
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes that one rank sends the others of its context group per token of a step, over all MLA layers.
+
+        Per head of another rank: an output in the model's precision and its log-sum-exp, at least float32.
+        """
+        mla, parallel, dtype = self.spec.mla, self.config.parallel, self.config.model.dtype
+        width = mla.v_dim if parallel.exchange == "value" else mla.kv_lora_rank
+        per_head = width * DTYPE_BYTES[dtype] + max(DTYPE_BYTES[dtype], DTYPE_BYTES["float32"])
+        away = mla.n_heads // parallel.tp * (parallel.cp - 1) // parallel.cp
+        return len(self.spec.layers_of(LayerKind.MLA)) * away * per_head
 
     def introduction(
         self, instance_id: str, movers: list[plan_pb2.MoverReady]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from decode_svc import wire
 from decode_svc.caller import Caller
 from decode_svc.deployment import Deployment
+from decode_svc.holdings import holdings, overview
 from decode_svc.incarnation import Incarnation, Introduction
 from decode_svc.intake.remote import RemotePrefill
+from k3.errors import Unavailable
 from k3.rank.lives import GroupEngine, MakeGroup, Ranks
 from k3.rpc.client import ChannelPool
+from k3.rpc.ops import Answer, problem
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import decode_pb2, plan_pb2
 
@@ -32,6 +37,21 @@ class DecodeEngine(GroupEngine[Incarnation]):
         """Take a request into the current life. Raises Unavailable, RequestRejected or QueueFull."""
         life = self.open_life()
         return life, life.open(wire.request_spec(request, self._decode.spec.vocab_size))
+
+    def ledger(self, query: Mapping[str, str]) -> Answer:
+        """`/admin/ledger`: who holds what of `request_id`, or of all open requests together."""
+        try:
+            scheduler = self.life().scheduler
+        except Unavailable as error:
+            return problem(503, error.code, str(error))
+        requests = scheduler.open_requests()
+        if "request_id" not in query:
+            return Answer(200, overview(scheduler.ledger, requests))
+        found = [r for r in requests if r.spec.request_id == query["request_id"]]
+        if not found:
+            wrong = f"request_id={query['request_id']!r}: no such request is open here"
+            return problem(404, "not_found", wrong)
+        return Answer(200, holdings(scheduler.ledger, found[-1]))
 
     async def stop(self) -> None:
         """End every request, all ranks and the channels. Idempotent."""

@@ -181,6 +181,8 @@ class Incarnation:
         metrics.step_s.observe(result.step_s)
         metrics.forward_s.observe(result.forward_s)
         metrics.batch_size.observe(len(result.rows))
+        n_group = len(result.rows) * self.scheduler.limits.group_len
+        metrics.exchanged_bytes.inc(n_group * self._deployment.exchange_bytes)
         metrics.tokens.inc(n_tokens)
         if len(progress) < len(result.rows) or any(kept.finish for _request, kept in progress):
             self._changed()  # memory was released
@@ -259,6 +261,7 @@ class Incarnation:
             state_slots_total=slots.total,
             rows_used=rows.held,
             transfers=self.intake.n_transfers,
+            rank_tokens=scheduler.rank_tokens(),
         )
 
     def stalled_s(self) -> float:

@@ -365,6 +365,12 @@ class DecodeScheduler:
         """Plans without an acknowledgement."""
         return len(self._in_flight)
 
+    def rank_tokens(self) -> list[int]:
+        """Tokens in the caches of each context-parallel rank, as far as confirmed."""
+        lengths = [r.base for held in (self._running, self._finishing) for r in held.values()]
+        ranks = range(self.ledger.cp)
+        return [sum(self.ledger.local_len(n, rank) for n in lengths) for rank in ranks]
+
     def open_requests(self) -> list[DecodeRequest]:
         """Every request that is not gone, oldest first."""
         groups = (

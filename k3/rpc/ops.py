@@ -97,19 +97,25 @@ class OpsApp:
         }
         if path not in probes and path not in self._pages and path != "/metrics":
             known = ", ".join((*probes, *self._pages))
-            return _error(404, "not_found", f"no such path; try {known} or /metrics")
+            return _encoded(problem(404, "not_found", f"no such path; try {known} or /metrics"))
         if method not in ("GET", "HEAD"):
-            return _error(405, "method_not_allowed", f"{method} is not allowed here; use GET")
+            wrong = f"{method} is not allowed here; use GET"
+            return _encoded(problem(405, "method_not_allowed", wrong))
         if path == "/metrics":
             body, kind = encode(self._source.refresh(), accept)
             return 200, kind, body
         answer = probes[path]() if path in probes else self._pages[path](query)
-        return answer.status, JSON_TYPE, json.dumps(answer.body).encode()
+        return _encoded(answer)
 
 
-def _error(status: int, code: str, message: str) -> tuple[int, str, bytes]:
+def problem(status: int, code: str, message: str) -> Answer:
+    """An error in the shape all our HTTP ports share."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return status, JSON_TYPE, json.dumps({"error": error}).encode()
+    return Answer(status, {"error": error})
+
+
+def _encoded(answer: Answer) -> tuple[int, str, bytes]:
+    return answer.status, JSON_TYPE, json.dumps(answer.body).encode()
 
 
 class OpsServer(uvicorn.Server):
