@@ -67,13 +67,28 @@ class Moe:
         """[T, D], complete on every rank of the shard group."""
         ids, weight = self.route(x_TD)
         z = x_TD if self.spec.latent is None else linear(x_TD, self.down)
-        y = self.ops.experts(z, ids, weight, self.experts, self.situ.beta, self.situ.linear_beta)
-        y = self.comm.all_reduce(y).to(x_TD.dtype)
+        routed = self.ops.experts(
+            z, ids, weight, self.experts, self.situ.beta, self.situ.linear_beta
+        )
+        routed, shared = self._summed(routed, self.shared(x_TD) if self.shared else None)
+        y = routed.to(x_TD.dtype)
         if self.spec.latent_norm:
             y = rms_norm(y, self.norm, self.eps)
         if self.spec.latent is not None:
             y = linear(y, self.up)
-        return y if self.shared is None else y + self.comm.all_reduce(self.shared(x_TD))
+        return y if shared is None else y + shared.to(x_TD.dtype)
+
+    def _summed(self, routed_TZ: Tensor, shared_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Both outputs summed over the shard group, in one message."""
+        if self.comm.size == 1:
+            return routed_TZ, shared_TD
+        if shared_TD is None:
+            return self.comm.all_reduce(routed_TZ), None
+        packed = torch.cat((routed_TZ, shared_TD.to(routed_TZ.dtype)), 1)
+        routed, shared = self.comm.all_reduce(packed).split(
+            (routed_TZ.shape[1], shared_TD.shape[1]), 1
+        )
+        return routed, shared
 
 
 def load_experts(
