@@ -13,7 +13,8 @@ from rich.table import Table
 from k3.bench.answers import Answer
 from k3.bench.speculation import Acceptance
 
-COLUMNS = ("suite", "n", "right", "95 % interval", "ends itself", "errors", "tokens/s", "s")
+# ended: answers that ended by themselves, not at the limit of tokens.
+COLUMNS = ("suite", "n", "right", "95 %", "ended", "errors", "tok/s", "s")
 Z_95 = 1.96
 
 
@@ -98,10 +99,10 @@ def table(figures: Sequence[SuiteFigures]) -> Table:
 
 
 def acceptance_table(figures: Sequence[SuiteFigures]) -> Table:
-    """Acceptance length and share per draft position; a dash where the server reports nothing."""
-    n_drafts = max((len(f.acceptance.histogram) - 1 for f in figures if f.acceptance), default=0)
-    out = Table(title="acceptance of drafts")
-    for name in ("suite", "steps", "length", *(f"{k}" for k in range(1, n_drafts + 1))):
+    """Acceptance length and percent per draft position; dashes where the server reports nothing."""
+    n_drafts = _most_drafts(figures)
+    out = Table(title="tokens per verify step, and % of steps that accept at least k drafts")
+    for name in acceptance_columns(n_drafts):
         out.add_column(name, justify="left" if name == "suite" else "right")
     for f in figures:
         out.add_row(*acceptance_row(f, n_drafts))
@@ -110,7 +111,7 @@ def acceptance_table(figures: Sequence[SuiteFigures]) -> Table:
 
 def row(f: SuiteFigures) -> list[str]:
     """Cells of `COLUMNS`."""
-    interval = f"{f.interval.low:.1%} - {f.interval.high:.1%}" if f.interval else "-"
+    interval = f"{100 * f.interval.low:.0f}-{100 * f.interval.high:.0f}%" if f.interval else "-"
     return [
         f.suite,
         str(f.n),
@@ -123,11 +124,16 @@ def row(f: SuiteFigures) -> list[str]:
     ]
 
 
+def acceptance_columns(n_drafts: int) -> tuple[str, ...]:
+    """Headers of `acceptance_row`."""
+    return ("suite", "steps", "length", *(f"k={k}" for k in range(1, n_drafts + 1)))
+
+
 def acceptance_row(f: SuiteFigures, n_drafts: int) -> list[str]:
-    """Suite, steps, acceptance length, then the share of each position."""
+    """Suite, steps, acceptance length, then the share of each position in percent."""
     if f.acceptance is None or not f.acceptance.n_steps:
         return [f.suite, *("-" for _ in range(n_drafts + 2))]
-    shares = [f"{share:.2f}" for share in f.acceptance.by_position]
+    shares = [f"{100 * share:.0f}" for share in f.acceptance.by_position]
     shares += ["-"] * (n_drafts - len(shares))
     return [f.suite, str(f.acceptance.n_steps), f"{f.acceptance.length:.2f}", *shares]
 
@@ -136,9 +142,9 @@ def markdown(figures: Sequence[SuiteFigures], facts: Mapping[str, str]) -> str:
     """The tables as a file to keep: `facts` (machine, versions, command) first."""
     lines = [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", *_markdown_table(COLUMNS, [row(f) for f in figures])]
-    n_drafts = max((len(f.acceptance.histogram) - 1 for f in figures if f.acceptance), default=0)
-    names = ("suite", "steps", "acceptance length", *(f"P(a>={k})" for k in range(1, n_drafts + 1)))
-    lines += ["", *_markdown_table(names, [acceptance_row(f, n_drafts) for f in figures])]
+    n_drafts = _most_drafts(figures)
+    rows = [acceptance_row(f, n_drafts) for f in figures]
+    lines += ["", *_markdown_table(acceptance_columns(n_drafts), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -171,6 +177,10 @@ def _tree(f: SuiteFigures) -> dict[str, Any]:
         derived = {"length": f.acceptance.length, "by_position": f.acceptance.by_position}
         tree["acceptance"] = asdict(f.acceptance) | derived
     return tree
+
+
+def _most_drafts(figures: Iterable[SuiteFigures]) -> int:
+    return max((len(f.acceptance.histogram) - 1 for f in figures if f.acceptance), default=0)
 
 
 def _added(reports: Iterable[Acceptance | None]) -> Acceptance | None:

@@ -29,6 +29,8 @@ FLOORS = {
     "facts16_1k": (3, 2),
     "passkey_4k": (1, 1),
 }
+# Suite: items, least acceptance length at seven drafts.
+ACCEPTANCE = {"arith_seen": (8, 6.5), "passkey_1k": (3, 5.5)}
 
 
 async def ask(url: str, suite: str, n_items: int) -> list[Answer]:
@@ -55,3 +57,12 @@ async def test_open_answers_repeat_with_their_seed(cluster: Cluster) -> None:
     again = await ask(cluster.url, "open", 4)
     assert [a.text for a in first] == [a.text for a in again]
     assert all(a.output_tokens > 0 for a in first)
+
+
+@pytest.mark.parametrize("suite", ACCEPTANCE)
+async def test_most_drafts_are_accepted(cluster: Cluster, suite: str) -> None:
+    n, floor = ACCEPTANCE[suite]
+    acceptance = summarize(suite, await ask(cluster.url, suite, n), 0.0).acceptance
+    if acceptance is None:
+        pytest.skip("the server reports no speculation")
+    assert acceptance.length >= floor, acceptance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
-from k3.bench.accuracy import as_json, markdown, plot, summarize, wilson
+from k3.bench.accuracy import (
+    SuiteFigures,
+    acceptance_table,
+    as_json,
+    markdown,
+    plot,
+    summarize,
+    table,
+    wilson,
+)
 from k3.bench.answers import Answer, Asker
+from k3.bench.speculation import Acceptance
 from k3.bench.suites import Item
 from k3.errors import K3Error
 
@@ -155,7 +167,7 @@ async def test_acceptance_is_asked_for_and_added_up_where_it_is_served() -> None
     figures = summarize("lists", answers, 2.0)
     assert figures.acceptance is not None
     assert figures.acceptance.histogram == (3, 0, 6)
-    assert "| lists | 9 | 2.33 | 0.67 | 0.67 |" in markdown([figures], {})
+    assert "| lists | 9 | 2.33 | 67 | 67 |" in markdown([figures], {})
 
 
 async def test_without_a_server_there_is_an_error_that_says_so() -> None:
@@ -193,6 +205,22 @@ def test_the_interval_holds_the_share_and_stays_within_zero_and_one() -> None:
     assert half.low < 0.5 < half.high
     assert all_.high == pytest.approx(1.0)
     assert all_.low == pytest.approx(0.839, abs=1e-3)
+
+
+def test_both_tables_fit_80_columns_with_seven_drafts() -> None:
+    acceptance = Acceptance((1, 0, 0, 0, 0, 0, 0, 123_456))
+    figures = SuiteFigures(
+        suite="arith_skeletons", n=256, n_right=256, accuracy=1.0, interval=wilson(256, 256),
+        self_ending=1.0, n_errors=0, prompt_tokens=1, output_tokens=200_000, time_s=1234.5,
+        acceptance=acceptance,
+    )  # fmt: skip
+    for made in (table([figures]), acceptance_table([figures])):
+        out = io.StringIO()
+        Console(file=out, width=80).print(made)
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80
+        assert sum("arith_skeletons" in line for line in lines) == 1
+        assert len(lines) == 6, "no cell may wrap"
 
 
 async def test_the_plot_is_a_png_without_the_suites_that_are_not_scored(tmp_path: Path) -> None:
