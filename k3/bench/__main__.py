@@ -9,7 +9,7 @@ from rich.console import Console
 
 from k3.bench import eval as evaluation
 from k3.bench import roofline, serve, step
-from k3.errors import K3Error
+from k3.errors import ConfigError, K3Error
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         sys.exit(args.run(args, Console()))
     except K3Error as error:
         sys.stderr.write(f"k3-bench: {error}\n")
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 if __name__ == "__main__":

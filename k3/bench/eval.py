@@ -32,6 +32,7 @@ from k3.bench.accuracy import (
 from k3.bench.answers import Answer, Asker
 from k3.bench.suites import choose, read
 from k3.cluster import LocalCluster, Options
+from k3.errors import ConfigError
 
 VERSIONS = ("k3-serving", "torch", "nixl")
 N_ERRORS_SHOWN = 10
@@ -54,6 +55,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """0 when every request was answered, right or wrong; else 1."""
     names = choose(args.suite)
+    if args.items < 0 or args.concurrency < 1:
+        raise ConfigError(
+            f"--items {args.items} --concurrency {args.concurrency}: items must be at least 0 "
+            "(0 = all), concurrency at least 1"
+        )
     with ExitStack() as stack:
         url: str = args.url
         if not url:
