@@ -19,7 +19,7 @@ from types import FrameType
 
 from k3.ask import ask
 from k3.cluster import LocalCluster, MemberFailed, Options
-from k3.errors import K3Error
+from k3.errors import ConfigError, K3Error, RequestAborted
 from k3.ports import free_ports, is_free
 
 QUESTION = "Grace reads 18 pages every day. After 2 days, how many of the 269 pages are unread?"
@@ -36,8 +36,10 @@ class Stop:
     def __init__(self) -> None:
         self.count = 0
         self._wake = threading.Event()
-        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup k3-local` goes on
+            signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -53,13 +55,13 @@ class Stop:
 
 
 def split_flags(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Flags of each service, by the rule of the module docstring. K3Error for a word that is no flag."""
+    """Flags of each service, by the rule of the module docstring. ConfigError for a word that is no flag."""
     out: dict[str, list[str]] = {role: [] for role in PREFIXED}
     words = list(argv)
     while words:
         flag = words.pop(0)
         if not flag.startswith("--"):
-            raise K3Error(f"unexpected argument {flag!r}: a value must follow its --flag")
+            raise ConfigError(f"unexpected argument {flag!r}: a value must follow its --flag")
         piece = [flag]
         if "=" not in flag and words and not words[0].startswith("--"):
             piece.append(words.pop(0))
@@ -91,7 +93,10 @@ def _destination(name: str) -> tuple[tuple[str, ...], str]:
 def parser() -> argparse.ArgumentParser:
     """Our own flags."""
     p = argparse.ArgumentParser(
-        prog="k3-local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="k3-local",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     p.add_argument("--host", default="127.0.0.1", help="address of the API")
     p.add_argument("--port", type=int, default=8000, help="port of the API; 0 = any free one")
@@ -150,13 +155,15 @@ def curl_line(url: str) -> str:
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-def answer(cluster: LocalCluster, question: str) -> None:
-    """Ask, show the answer as it comes and its figures."""
+def answer(cluster: LocalCluster, question: str, stop: Stop) -> None:
+    """Ask, show the answer as it comes and its figures. RequestAborted at a signal."""
     say(f"\n> {question}\n")
     in_reasoning = False
 
     def show(piece: str, is_reasoning: bool) -> None:
         nonlocal in_reasoning
+        if stop.is_asked():
+            raise RequestAborted("stopped while the answer was coming")
         if in_reasoning and not is_reasoning:
             say("\n---")
         in_reasoning = is_reasoning
@@ -181,7 +188,7 @@ def run(cluster: LocalCluster, question: str | None, deadline_s: float, stop: St
         if stop.is_asked():
             return 0
         if question is not None:
-            answer(cluster, question)
+            answer(cluster, question, stop)
             return 0
         say(f"\nready: {cluster.url}/v1   (Ctrl-C stops)\n\n  {curl_line(cluster.url)}\n")
         while not stop.wait(0.5):
@@ -225,9 +232,12 @@ def main() -> None:
     except MemberFailed as error:
         sys.stderr.write(f"k3-local: {error}\n")
         code = error.exit_code if error.exit_code in (2, 3, 4) else 1
-    except K3Error as error:
+    except ConfigError as error:
         sys.stderr.write(f"k3-local: {error}\n")
         code = 2
+    except (K3Error, OSError) as error:
+        sys.stderr.write(f"k3-local: {error}\n")
+        code = 1
     sys.stdout.flush()
     sys.exit(code)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from k3.cluster import LocalCluster, Options
-from k3.errors import K3Error
+from k3.errors import ConfigError
 from k3.launch import split_flags
 from k3.ports import PORTS, free_ports, is_free
 
@@ -45,7 +45,7 @@ def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
 
 
 def test_a_stray_word_is_refused_by_name() -> None:
-    with pytest.raises(K3Error, match="'rows'"):
+    with pytest.raises(ConfigError, match="'rows'"):
         split_flags(["--cp=2", "rows"])
 
 
