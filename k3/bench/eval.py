@@ -26,6 +26,7 @@ from k3.bench.accuracy import (
     as_json,
     markdown,
     plot,
+    row,
     summarize,
     table,
 )
@@ -113,6 +114,8 @@ async def measure(
                 answers = await ask_suite(asker, name, args.items, progress)
                 figures.append(summarize(name, answers, time.monotonic() - begin))
                 everything += answers
+                if not console.is_terminal:  # bars are drawn on terminals only
+                    console.print("  ".join(row(figures[-1])))
         return figures, everything, asker.model
 
 
