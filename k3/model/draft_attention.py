@@ -1,0 +1,165 @@
+"""Attention of a drafter, both flavours: what a token's row is, and how a block attends to rows.
+
+Rows come from projected context (no layer norm before them) or, for the block itself, from the layer's input. Positions
+are absolute; what is stored is normalised and rotated already. Attention outputs are partial sums over the shard group.
+
+Letters: B requests, K slots, M = context rows and own slots, D hidden, H heads of this rank, W row width, C latents,
+N + E: plain and rotated query dims, G query heads of a key head, Q = G * K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from k3.model.dspark_spec import DraftSpec, GqaDraft, MlaDraft, Rope
+from k3.model.layers import linear, rms_norm, wide
+from k3.model.weights import Weights
+from k3.parallel.mesh import Shard
+
+
+class Rotation:
+    """Cosine and sine of absolute positions, and their application to the last axis."""
+
+    def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
+        self.is_interleaved = rope.is_interleaved
+        self.amplitude = rope.amplitude
+        self.frequencies = torch.tensor(rope.frequencies(), dtype=wide(dtype), device=device)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [*positions, ..., dim], positions int64; axes between are heads."""
+        turn = positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies
+        turn = turn.view(*positions.shape, *[1] * (x.dim() - positions.dim() - 1), -1)
+        cos, sin = turn.cos() * self.amplitude, turn.sin() * self.amplitude
+        y = x.to(turn.dtype)
+        if self.is_interleaved:
+            a, b = y[..., 0::2], y[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+        else:
+            a, b = y.chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+        return turned.to(x.dtype)
+
+
+class LatentRows:
+    """MLA: one row per token, normalised latent beside the rotated shared key."""
+
+    def __init__(self, spec: DraftSpec, attention: MlaDraft, weights: Weights, prefix: str) -> None:
+        self.rank, self.eps = attention.kv_lora_rank, spec.eps
+        self.down = weights.take(f"{prefix}kv_a_proj_with_mqa.weight")
+        self.norm = weights.take(f"{prefix}kv_a_layernorm.weight")
+
+    def __call__(self, x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+        """x: [*positions, D] -> [*positions, W]."""
+        z = linear(x, self.down)
+        latent = rms_norm(z[..., : self.rank], self.norm, self.eps)
+        return torch.cat((latent, rotation(z[..., self.rank :], positions)), -1)
+
+
+class HeadRows:
+    """GQA: a normalised, rotated key and a value per head of this rank."""
+
+    def __init__(
+        self, spec: DraftSpec, attention: GqaDraft, shard: Shard, weights: Weights, prefix: str
+    ) -> None:
+        self.head_dim, self.eps = attention.head_dim, spec.eps
+        self.k = weights.take(f"{prefix}k_proj.weight", shard=shard)
+        self.v = weights.take(f"{prefix}v_proj.weight", shard=shard)
+        self.norm = weights.take(f"{prefix}k_norm.weight")
+
+    def __call__(self, x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+        """x: [*positions, D] -> [*positions, H, 2, dim]."""
+        k = linear(x, self.k).unflatten(-1, (-1, self.head_dim))
+        v = linear(x, self.v).unflatten(-1, (-1, self.head_dim))
+        return torch.stack((rotation(rms_norm(k, self.norm, self.eps), positions), v), -2)
+
+
+class LatentAttention:
+    """Attention of one MLA layer in absorbed form; returns a partial sum over the shard group."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        attention: MlaDraft,
+        shard: Shard,
+        weights: Weights,
+        prefix: str,
+    ) -> None:
+        self.eps, self.scale, self.spec = spec.eps, spec.scale, attention
+        self.n_heads = shard.size(spec.n_heads)
+        self.q_a = weights.take(f"{prefix}q_a_proj.weight")
+        self.q_norm = weights.take(f"{prefix}q_a_layernorm.weight")
+        self.q_b = weights.take(f"{prefix}q_b_proj.weight", shard=shard)
+        up = weights.take(f"{prefix}kv_b_proj.weight", shard=shard)
+        up_HEC = up.view(self.n_heads, attention.nope_dim + attention.v_dim, -1)
+        self.k_up_HNC, self.v_up_HVC = up_HEC.split((attention.nope_dim, attention.v_dim), 1)
+        self.o = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+
+    def __call__(
+        self,
+        x_BKD: Tensor,
+        own_BKW: Tensor,
+        positions_BK: Tensor,
+        rotation: Rotation,
+        rows: LayerRows,
+    ) -> Tensor:
+        """own_BKW: the block's own rows. rows: the context."""
+        q = linear(rms_norm(linear(x_BKD, self.q_a), self.q_norm, self.eps), self.q_b)
+        q_BKHE = q.unflatten(-1, (self.n_heads, -1))
+        plain, turned = q_BKHE.split((self.spec.nope_dim, self.spec.rope_dim), -1)
+        absorbed = torch.einsum("bkhn,hnc->bkhc", plain, self.k_up_HNC)
+        q_BKHW = torch.cat((absorbed, rotation(turned, positions_BK)), -1)
+        keys_BMW = torch.cat((rows.values, own_BKW), 1)
+        scores = q_BKHW.flatten(1, 2) @ keys_BMW.transpose(1, 2)
+        weights = _softmax(scores * self.scale, rows.seen_BM)
+        o_BKHC = (weights @ keys_BMW[..., : self.spec.kv_lora_rank]).unflatten(1, q_BKHW.shape[1:3])
+        return linear(torch.einsum("bkhc,hvc->bkhv", o_BKHC, self.v_up_HVC).flatten(2), self.o)
+
+
+class HeadAttention:
+    """Attention of one GQA layer; returns a partial sum over the shard group."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        attention: GqaDraft,
+        shard: Shard,
+        weights: Weights,
+        prefix: str,
+    ) -> None:
+        self.eps, self.scale, self.head_dim = spec.eps, spec.scale, attention.head_dim
+        self.n_kv_heads = shard.size(attention.n_kv_heads)
+        self.q = weights.take(f"{prefix}q_proj.weight", shard=shard)
+        self.norm = weights.take(f"{prefix}q_norm.weight")
+        self.o = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+
+    def __call__(
+        self, x_BKD: Tensor, own: Tensor, positions_BK: Tensor, rotation: Rotation, rows: LayerRows
+    ) -> Tensor:
+        """own: the block's keys and values [B, K, H, 2, dim]. rows: the context."""
+        q = linear(x_BKD, self.q).unflatten(-1, (-1, self.head_dim))
+        q = rotation(rms_norm(q, self.norm, self.eps), positions_BK)
+        q_BHQE = q.unflatten(2, (self.n_kv_heads, -1)).movedim(1, 3).flatten(2, 3)
+        both = torch.cat((rows.values, own), 1)
+        k_BHME, v_BHME = both[..., 0, :].transpose(1, 2), both[..., 1, :].transpose(1, 2)
+        scores = q_BHQE @ k_BHME.transpose(2, 3)
+        o = _softmax(scores * self.scale, rows.seen_BM.unsqueeze(1)) @ v_BHME
+        o_BKHGE = o.unflatten(2, (-1, q.shape[1])).movedim(3, 1)
+        return linear(o_BKHGE.flatten(2), self.o)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Context of one layer, zero where nothing may be read. seen_BM: context, then the block's own slots."""
+
+    values: Tensor
+    seen_BM: Tensor
+
+
+def _softmax(scores: Tensor, seen_BM: Tensor) -> Tensor:
+    """Over the last axis; what is not seen gets exactly nothing."""
+    wider = scores.to(wide(scores.dtype))
+    hidden = ~seen_BM.unsqueeze(-2)
+    return wider.masked_fill(hidden, float("-inf")).softmax(-1).to(scores.dtype)

@@ -1,0 +1,276 @@
+"""The DSpark drafter: context rows from target taps (prefill and decode), and the block that proposes drafts (decode).
+
+A block of slots `[anchor, MASK ..]` at positions base .. base + k - 1 attends to the context rows before the anchor and
+to all its own slots, without a causal mask; slot i predicts position base + 1 + i. A small sequential head corrects
+the slots' logits from left to right. Embedding and head are the target's. Rows are computed once per committed token
+and never change: normalised, rotated, at absolute positions.
+
+Letters: T tokens, B requests, K slots, X taps, D hidden, H heads of this rank, W row width, V vocabulary, R rank of the
+sequential head, L drafter layers. Golden: dspark/drafter_*.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from k3.model.draft_attention import (
+    HeadAttention,
+    HeadRows,
+    LatentAttention,
+    LatentRows,
+    LayerRows,
+    Rotation,
+)
+from k3.model.draft_ring import Context
+from k3.model.dspark_spec import CONFIDENCE, SHARED, DraftSpec, GqaDraft, MlaDraft
+from k3.model.layers import linear, rms_norm, torch_dtype, wide
+from k3.model.weights import TensorSource, Weights, check, open_folder
+from k3.parallel.collectives import Collectives
+from k3.parallel.mesh import Shard
+
+log = logging.getLogger(__name__)
+
+
+class DraftContext:
+    """Taps of committed tokens to the rows every drafter layer attends to."""
+
+    def __init__(self, spec: DraftSpec, shard: Shard, weights: Weights) -> None:
+        self.spec = spec
+        is_mla = spec.flavour == "mla"
+        projection, norm = ("context_proj", "context_norm") if is_mla else ("fc", "hidden_norm")
+        listed = weights.take(f"{projection}.weight").unflatten(1, (len(spec.taps), -1))
+        ascending = sorted(range(len(spec.taps)), key=spec.taps.__getitem__)
+        self.projection = listed[:, ascending].flatten(1)  # taps come in ascending order
+        self.norm = weights.take(f"{norm}.weight")
+        self.rotation = Rotation(spec.rope, weights.dtype, weights.device)
+        self.layers = [self._rows(shard, weights, layer) for layer in range(spec.num_layers)]
+
+    def _rows(self, shard: Shard, weights: Weights, layer: int) -> LatentRows | HeadRows:
+        prefix = f"layers.{layer}.self_attn."
+        match self.spec.attention:
+            case MlaDraft() as attention:
+                return LatentRows(self.spec, attention, weights, prefix)
+            case GqaDraft() as attention:
+                return HeadRows(self.spec, attention, shard, weights, prefix)
+
+    @torch.no_grad()
+    def __call__(self, taps_TXD: Tensor, positions_T: Tensor) -> Tensor:
+        """Rows of all layers: [T, L, W], or by head [T, H, L, 2, dim]."""
+        projected = linear(taps_TXD.flatten(1), self.projection)
+        context = rms_norm(projected, self.norm, self.spec.eps)
+        rows = [layer(context, positions_T, self.rotation) for layer in self.layers]
+        return torch.stack(rows, 1 if self.spec.flavour == "mla" else 2)
+
+
+class DraftLayer:
+    """One pre-norm layer of the block."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        shard: Shard,
+        comm: Collectives,
+        weights: Weights,
+        layer: int,
+        rows: LatentRows | HeadRows,
+    ) -> None:
+        prefix = f"layers.{layer}."
+        self.eps, self.comm, self.rows = spec.eps, comm, rows
+        self.input_norm = weights.take(f"{prefix}input_layernorm.weight")
+        self.mlp_norm = weights.take(f"{prefix}post_attention_layernorm.weight")
+        gate = weights.take(f"{prefix}mlp.gate_proj.weight", shard=shard)
+        up = weights.take(f"{prefix}mlp.up_proj.weight", shard=shard)
+        self.gate_up = torch.cat((gate, up))
+        self.down = weights.take(f"{prefix}mlp.down_proj.weight", axis=1, shard=shard)
+        prefix += "self_attn."
+        self.attention: LatentAttention | HeadAttention
+        match spec.attention:
+            case MlaDraft() as attention:
+                self.attention = LatentAttention(spec, attention, shard, weights, prefix)
+            case GqaDraft() as attention:
+                self.attention = HeadAttention(spec, attention, shard, weights, prefix)
+
+    def __call__(
+        self, x_BKD: Tensor, positions_BK: Tensor, rotation: Rotation, context: LayerRows
+    ) -> Tensor:
+        """The residual after this layer."""
+        h = rms_norm(x_BKD, self.input_norm, self.eps)
+        own = self.rows(h, positions_BK, rotation)
+        x = x_BKD + self.comm.all_reduce(self.attention(h, own, positions_BK, rotation, context))
+        gate, up = linear(rms_norm(x, self.mlp_norm, self.eps), self.gate_up).chunk(2, -1)
+        return x + self.comm.all_reduce(linear(silu(gate) * up, self.down))
+
+
+class SequentialHead:
+    """The bias each slot's logits get from the token before it; runs from left to right."""
+
+    def __init__(self, spec: DraftSpec, weights: Weights) -> None:
+        acc = wide(weights.dtype)
+        self.kind, self.rank = spec.markov_type, spec.markov_rank
+        self.table_VR = weights.take("markov_head.markov_w1.weight", dtype=acc)
+        self.out_VR = weights.take("markov_head.markov_w2.weight", dtype=acc)
+        name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
+        if name is not None:
+            self.mixer = weights.take(f"markov_head.{name}.weight", dtype=acc)
+            self.mixer_bias = weights.take(f"markov_head.{name}.bias", dtype=acc)
+
+    def start(self, n: int) -> Tensor:
+        """Recurrent state before the first slot, [n, R]."""
+        return self.table_VR.new_zeros(n, self.rank)
+
+    def __call__(
+        self, previous_B: Tensor, hidden_BD: Tensor, state_BR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Bias [B, V] of one slot and the state after it."""
+        e = self.table_VR[previous_B]
+        h = hidden_BD.to(e.dtype)
+        if self.kind == "gated":
+            gate = linear(torch.cat((h, e), -1), self.mixer, self.mixer_bias).sigmoid()
+            e = gate * e
+        elif self.kind == "rnn":
+            z = linear(torch.cat((state_BR, e, h), -1), self.mixer, self.mixer_bias)
+            gate, candidate, out = z.chunk(3, -1)
+            gate = gate.sigmoid()
+            state_BR = gate * state_BR + (1 - gate) * candidate.tanh()
+            e = out.tanh()
+        return linear(e, self.out_VR), state_BR
+
+
+class Drafter:
+    """The whole drafter. `embed` and `head` are the target's."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        shard: Shard,
+        comm: Collectives,
+        weights: Weights,
+        *,
+        draft_tokens: int,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        confidence: bool = False,
+    ) -> None:
+        """draft_tokens: drafts that are kept of each block; the block is computed at its trained width."""
+        self.spec, self.draft_tokens = spec, draft_tokens
+        self.block = spec.block(draft_tokens)
+        self.context = DraftContext(spec, shard, weights)
+        self.layers = [
+            DraftLayer(spec, shard, comm, weights, i, rows)
+            for i, rows in enumerate(self.context.layers)
+        ]
+        self.norm = weights.take("final_norm.weight" if spec.flavour == "mla" else "norm.weight")
+        self.sequential = SequentialHead(spec, weights)
+        self.embed, self.head, self.comm = embed, head, comm
+        self._slots_K = torch.arange(self.block, device=weights.device)
+        self._masks = torch.full((1, self.block - 1), spec.mask_token_id, device=weights.device)
+        self._has_confidence = confidence
+        if confidence:
+            acc = wide(weights.dtype)
+            self._w = weights.take(f"{CONFIDENCE}proj.weight", dtype=acc)
+            self._b = weights.take(f"{CONFIDENCE}proj.bias", dtype=acc)
+
+    @torch.no_grad()
+    def hidden(self, context: Context, anchor_B: Tensor, base_B: Tensor) -> Tensor:
+        """Finished slots [B, K, D] of blocks whose anchors stand at `base`."""
+        ids_BK = torch.cat((anchor_B.unsqueeze(1), self._masks.expand(len(anchor_B), -1)), 1)
+        positions_BK = base_B.unsqueeze(1) + self._slots_K
+        x = self.embed(ids_BK.flatten()).unflatten(0, ids_BK.shape)
+        seen_BM = torch.cat((context.seen_BN, torch.ones_like(ids_BK, dtype=torch.bool)), 1)
+        for i, layer in enumerate(self.layers):
+            rows = LayerRows(context.layer(i, self.spec.flavour), seen_BM)
+            x = layer(x, positions_BK, self.context.rotation, rows)
+        return rms_norm(x, self.norm, self.spec.eps)
+
+    @torch.no_grad()
+    def propose(self, context: Context, anchor_B: Tensor, base_B: Tensor) -> Tensor:
+        """Greedy drafts [B, draft_tokens] for positions base + 1 .., the same on every rank."""
+        hidden_BKD = self.hidden(context, anchor_B, base_B)[:, : self.draft_tokens]
+        base_logits = self.head(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
+        drafts: list[Tensor] = []
+        previous, state = anchor_B, self.sequential.start(len(anchor_B))
+        for i in range(self.draft_tokens):
+            bias, state = self.sequential(previous, hidden_BKD[:, i], state)
+            previous = (base_logits[:, i] + bias).argmax(-1)
+            drafts.append(previous)
+        return self.comm.broadcast(torch.stack(drafts, 1))
+
+    @torch.no_grad()
+    def confidence_logits(self, hidden_BKD: Tensor, previous_BK: Tensor) -> Tensor:
+        """Logit [B, K] that a draft is accepted given that those before it were."""
+        assert self._has_confidence, "the confidence head was not loaded"
+        e = self.sequential.table_VR[previous_BK]
+        return linear(torch.cat((hidden_BKD.to(e.dtype), e), -1), self._w, self._b).squeeze(-1)
+
+
+# ------------------------------------------------------------------ loading
+
+
+def draft_weights(
+    spec: DraftSpec,
+    source: TensorSource,
+    *,
+    context_only: bool,
+    dtype: str,
+    device: torch.device,
+    confidence: bool = False,
+) -> Weights:
+    """This drafter's tensors. Raises ModelError for a missing, unknown or misshapen one.
+
+    Copies of the target's embedding and head are never loaded; a confidence head only when asked for.
+    """
+    skipped = SHARED if confidence else (*SHARED, CONFIDENCE)
+    found = {name: s for name, s in source.shapes().items() if not name.startswith(skipped)}
+    ignored = sorted(source.shapes().keys() - found.keys())
+    if ignored:
+        log.info("drafter tensors that are not used: %s", ", ".join(ignored))
+    wanted = spec.tensors(confidence=confidence)
+    check(found, wanted, spec.num_layers)
+    own = [name for name in wanted if not context_only or is_context(name)]
+    return Weights(source, own, torch_dtype(dtype), device)
+
+
+def is_context(name: str) -> bool:
+    """Whether a tensor makes context rows: all that prefill needs of a drafter."""
+    parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "k_proj", "v_proj", "k_norm")
+    return name.startswith(("context_proj", "context_norm", "fc.", "hidden_norm")) or any(
+        f"self_attn.{part}." in name for part in parts
+    )
+
+
+def open_context(folder: Path, shard: Shard, *, dtype: str, device: torch.device) -> DraftContext:
+    """The context writer of the drafter in `folder`. Raises ModelError."""
+    spec = DraftSpec.from_folder(folder)
+    weights = draft_weights(
+        spec, open_folder(folder), context_only=True, dtype=dtype, device=device
+    )
+    context = DraftContext(spec, shard, weights)
+    weights.finish()
+    return context
+
+
+def open_drafter(
+    folder: Path,
+    shard: Shard,
+    comm: Collectives,
+    *,
+    draft_tokens: int,
+    embed: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor], Tensor],
+    dtype: str,
+    device: torch.device,
+) -> Drafter:
+    """The drafter in `folder`. Raises ModelError."""
+    spec = DraftSpec.from_folder(folder)
+    weights = draft_weights(
+        spec, open_folder(folder), context_only=False, dtype=dtype, device=device
+    )
+    drafter = Drafter(spec, shard, comm, weights, draft_tokens=draft_tokens, embed=embed, head=head)
+    weights.finish()
+    return drafter
