@@ -89,46 +89,38 @@ def _acceptance(report: dict[str, Any]) -> str:
 _INTRODUCTION = """# k3-mini
 
 A 19.55 M-parameter language model with the architecture of Kimi-K3 (KDA and gated latent attention, block
-attention residuals, latent
-mixture of experts) and two DSpark drafters, trained from nothing by `python -m training.run --preset k3-mini`.
-It exists so that a serving
-system can be tried and measured on a model that has learned something. It is not a general assistant.
+attention residuals, latent mixture of experts) and two DSpark drafters, trained from nothing by `python -m
+training.run --preset k3-mini`. It exists so that a serving system can be tried and measured on a model that has
+learned something. It is not a general assistant.
 
 ## Data
 Everything is made by code in `training/data` from seeds: word problems (an event grammar with more than 1e5
-event sentences, 70 operation
-chains with at least five wordings each, bare calculations), recall of facts in 256 to 8,192 tokens with several
-questions as further turns, copying,
-small list tasks, tool calls in K3's form, short fixed chat, continuation of natural text. The natural text is
-the docstrings of CPython's standard library
+event sentences, 71 operation chains with at least five wordings each, bare calculations), recall of facts in
+256 to 8,192 tokens with several questions as further turns, copying, small list tasks, tool calls in K3's form,
+short fixed chat, continuation of natural text. The natural text is the docstrings of CPython's standard library
 (copyright Python Software Foundation, PSF License Agreement version 2). Two sets are held out by template: 24
-event sentences (*forms*)
-and 32 whole problems (*skeletons*); the grammar cannot make any of them, and all their words occur in training.
-The programs of the
-skeletons do occur in training: what is unseen is the wording, scene and number order.
+event sentences (*forms*) and 32 whole problems (*skeletons*); the grammar cannot make any of them, and all
+their words occur in training. The programs of the skeletons do occur in training: what is unseen is the
+wording, scene and number order.
 
 ## Recipe
 Target: {steps} steps of {batch:,} packed tokens ({tokens:.0f} M), seed {seed}; Muon (rate {lr_muon}) on
-matrices inside layers, AdamW ({lr_adam}) on the rest,
-bf16 activations over fp32 masters; 564 s on one H200 including 85 s of compilation. Experts are rounded to
-MXFP4 after training; every figure
-below is of the rounded model. Drafters: two layers, taps 1 3 7 9 11 of the prefix stream, Markov rank 64,
-trained on {prompts:,} continuations by the rounded
-target at temperatures 0, 0.7 and 1, and on {middle:,} recall documents of about 1k and {long:,} of 1.5k to 4k
-tokens (gold answers); {draft_steps} steps, seed {draft_seed}; 85 s
-and 68 s after 94 s of generation and taps.
+matrices inside layers, AdamW ({lr_adam}) on the rest, bf16 activations over fp32 masters; just under ten minutes on
+one H200. Experts are rounded to MXFP4 after training; every figure below is of the rounded model. Drafters: two layers, taps 1 3 7 9 11 of the prefix stream, Markov rank 64, trained on {prompts:,}
+continuations by the rounded target at temperatures 0, 0.7 and 1, and on {middle:,} recall documents of about 1k
+and {long:,} of 1.5k to 4k tokens (gold answers); {draft_steps} steps, seed {draft_seed}; both flavours in
+under five minutes, a third of it generation and taps.
 
 `[MASK]` (id 4080) is the drafters' free slot; generation ends at `<|end_of_msg|>` (3842). `draft_window` is
 null: full length.
 """
 
-_ACCEPTANCE_NOTE = """`@256` shows a draft window of 256 rows: on recall the drafter must see the fact, so this
-is also the check that draft rows really travel.
-`markov_off`, `taps_shuffled` and `slots_off_by_one` break the jointly trained drafter at inference; they are
-not retrained variants.
-`@T1` is temperature 1; only `open` (continuing natural text) has entropy there. The steps that reach the end of
-an answer emit what is left of it.
-For comparison, published DSpark figures at T=7: GSM8K 5.4 to 6.2, MT-Bench 3.3 to 3.9."""
+_ACCEPTANCE_NOTE = """\
+`@256` shows a draft window of 256 rows: on recall the drafter must see the fact, so this is also the check that
+draft rows really travel. `markov_off`, `taps_shuffled` and `slots_off_by_one` break the jointly trained drafter
+at inference; they are not retrained variants. `@T1` is temperature 1; only `open` (continuing natural text) has
+entropy there. The steps that reach the end of an answer emit what is left of it. For comparison, published
+DSpark figures at T=7: GSM8K 5.4 to 6.2, MT-Bench 3.3 to 3.9."""
 
 _LIMITS = """## Limits
 * Arithmetic in the taught forms only: results 1 to 1999, one factor at most 12, at most six steps. On an unseen
