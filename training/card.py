@@ -105,11 +105,12 @@ wording, scene and number order.
 
 ## Recipe
 Target: {steps} steps of {batch:,} packed tokens ({tokens:.0f} M), seed {seed}; Muon (rate {lr_muon}) on
-matrices inside layers, AdamW ({lr_adam}) on the rest, bf16 activations over fp32 masters; just under ten minutes on
-one H200. Experts are rounded to MXFP4 after training; every figure below is of the rounded model. Drafters: two layers, taps 1 3 7 9 11 of the prefix stream, Markov rank 64, trained on {prompts:,}
-continuations by the rounded target at temperatures 0, 0.7 and 1, and on {middle:,} recall documents of about 1k
-and {long:,} of 1.5k to 4k tokens (gold answers); {draft_steps} steps, seed {draft_seed}; both flavours in
-under five minutes, a third of it generation and taps.
+matrices inside layers, AdamW ({lr_adam}) on the rest, bf16 activations over fp32 masters; just under ten
+minutes on one H200. Experts are rounded to MXFP4 after training; every figure below is of the rounded model.
+Drafters: two layers, taps 1 3 7 9 11 of the prefix stream, Markov rank 64, trained on {prompts:,} continuations
+by the rounded target at temperatures 0, 0.7 and 1, and on {middle:,} recall documents of about 1k and {long:,}
+of 1.5k to 4k tokens (gold answers); {draft_steps} steps, seed {draft_seed}; both flavours in under five
+minutes, a third of it generation and taps.
 
 `[MASK]` (id 4080) is the drafters' free slot; generation ends at `<|end_of_msg|>` (3842). `draft_window` is
 null: full length.
