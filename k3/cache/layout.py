@@ -9,6 +9,9 @@ layers). Everything one request moves lies together, so one page or one head ran
 | latent | page | [mla_layers, page_tokens, kv_lora_rank + rope]   | owner        | yes  |
 | kda    | slot | [heads, kda_layers, v_dim, k_dim] (V-first)      | head_shard   | yes  |
 | conv   | slot | [heads, kda_layers, 3 (q, k, v), dim, width - 1] | head_shard   | yes  |
+| draft  | page | `DraftSpec.place_shape`, last stage              | replicated or head_shard | yes |
+
+At decode a unit of `draft` is one page place of a slot's ring: `columns` of them belong to a slot.
 
 Pure arithmetic: no torch. `k3/cache/storage.py` allocates, `k3/transfer/plan.py` computes copies.
 """
@@ -22,6 +25,7 @@ from enum import Enum
 from math import prod
 
 from k3.model.digest import model_id
+from k3.model.dspark_spec import DraftSpec
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 
@@ -115,11 +119,14 @@ def build_layout(
     page_tokens: int,
     dtype: str,
     columns: int = 1,
+    draft: DraftSpec | None = None,
+    draft_places: int = 0,
 ) -> CacheLayout:
     """Fields of a rank on `stage`.
 
     dtype: the model's dtype; the recurrent state is float32, or float64 when the model is float64.
     columns: pool slots per state slot (1, or k + 1 for snapshots of a verify group).
+    draft: the drafter whose rows are kept; draft_places: page places of each slot's ring, 0 = rows lie in pages.
     """
     shards = mesh.tp * mesh.cp
     layers = mesh.stage_layers(spec.num_layers)[stage]
@@ -138,6 +145,8 @@ def build_layout(
         head = Placement.HEAD_SHARD
         fields.append(Field("kda", Unit.SLOT, state, state_dtype, head, kda, columns))
         fields.append(Field("conv", Unit.SLOT, conv, dtype, head, kda))
+    if draft is not None and stage == mesh.pp - 1:
+        fields.append(_draft_field(draft, shards, page_tokens, dtype, draft_places))
     return CacheLayout(
         page_tokens=page_tokens,
         kv_dtype=dtype,
@@ -148,6 +157,18 @@ def build_layout(
         head_dim=spec.kda_head_dim,
         conv_width=spec.conv_width,
         fields=tuple(fields),
+    )
+
+
+def _draft_field(draft: DraftSpec, shards: int, page_tokens: int, dtype: str, places: int) -> Field:
+    return Field(
+        "draft",
+        Unit.SLOT if places else Unit.PAGE,
+        draft.place_shape(page_tokens, shards),
+        dtype,
+        Placement.REPLICATED if draft.flavour == "mla" else Placement.HEAD_SHARD,
+        tuple(range(draft.num_layers)),
+        places or 1,
     )
 
 

@@ -83,11 +83,16 @@ class Storage:
         pool = self.pools[name]
         return {layer: pool.select(axis, i) for i, layer in enumerate(field.layers)}
 
+    @property
+    def draft(self) -> Tensor | None:
+        """The drafter's rows, [units, ..., page_tokens, width], or None without a drafter on this stage."""
+        return self.pools.get("draft")
+
     def zero_tail(self, page: int, rows: int) -> None:
         """Zero the rows `rows ..` of a page in every page field: nothing unwritten leaves this rank."""
         for field in self.layout.fields:
             if field.unit is Unit.PAGE:
-                self.pools[field.name][page, :, rows:] = 0
+                self.pools[field.name][page, ..., rows:, :] = 0
 
     def zero_slot(self, slot: int) -> None:
         """Zero a state slot: all its columns, window and tail."""

@@ -35,11 +35,6 @@ def write_rows(pool: Tensor, unit_T: Tensor, offset_T: Tensor, rows: Tensor) -> 
     pool.movedim(-2, 1)[unit_T, offset_T] = rows
 
 
-def ring_places(window: int, group: int, page_tokens: int) -> int:
-    """Q: the window and room for one verify group."""
-    return -(-window // page_tokens) + -(-group // page_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class DraftRing:
     """pool: [slots * Q, ..., P, width]. window: positions before the anchor that are read."""

@@ -312,6 +312,11 @@ class DraftSpec:
         )
 
 
+def ring_places(window: int, group: int, page_tokens: int) -> int:
+    """Page places of a slot's draft ring: the window that is read, and room for one verify group."""
+    return -(-window // page_tokens) + -(-group // page_tokens)
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -8,6 +8,8 @@ t = shard of a sender inside its stage (0..P-1), d = shard of a receiver inside 
 Page b of a prompt belongs to the decode ranks with `d % c == b % c`, as number `b // c` of their own pages.
 Latents are replicated over the P ranks of a stage, so their sending is split: sender of page b for receiver d is
 `d % P` when P <= D, else `d + D * ((b // c) % (P // D))`. KDA states go by intersection of head ranges.
+Draft rows go from prefill's last stage to decode's: whole to every rank from sender `d % P`, or by head ranges. Page b
+lands in place `b % Q` of the slot's ring of Q places.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ class Geometry(Protocol):
     def n_slots(self) -> int: ...  # noqa: D102
     @property
     def slot_columns(self) -> int: ...  # noqa: D102
+    @property
+    def draft_places(self) -> int: ...  # noqa: D102
+    @property
+    def draft_window(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class Sharding:
     n_pages: int
     n_slots: int
     slot_columns: int
+    draft_places: int = 0
+    draft_window: int = 0
 
     @classmethod
     def of(cls, geometry: Geometry) -> Sharding:
@@ -67,7 +75,15 @@ class Sharding:
                 f"n_slots={g.n_slots} slot_columns={g.slot_columns}: every size must be at least 1, and the "
                 "bounds pp + 1 rising numbers from 0"
             )
-        return cls(g.pp, g.tp, g.cp, bounds, g.n_pages, g.n_slots, g.slot_columns)
+        return cls(
+            g.pp,
+            g.tp,
+            g.cp,
+            bounds,
+            *sizes[3:],
+            draft_places=g.draft_places,
+            draft_window=g.draft_window,
+        )
 
     @property
     def stage_size(self) -> int:
@@ -173,6 +189,27 @@ class Pair:
         lo, hi = _common_heads(self.spec.kda_heads, t, self.prefill.tp, d, self.decode.stage_size)
         return lo < hi and self._has_common(s, e, is_mla=False)
 
+    def sends_draft(self, sender: int, receiver: int, heads: int | None) -> bool:
+        """Whether `sender` writes draft rows to `receiver`. heads: key heads, None = rows are replicated."""
+        (s, t), (e, d) = self.prefill.place(sender), self.decode.place(receiver)
+        is_last = s == self.prefill.pp - 1 and e == self.decode.pp - 1
+        if not self.decode.draft_places or not is_last:
+            return False
+        if heads is None:
+            return d % self.prefill.tp == t
+        lo, hi = _common_heads(heads, t, self.prefill.tp, d, self.decode.stage_size)
+        return lo < hi
+
+    def draft_senders(self, receiver: int, heads: int | None) -> tuple[int, ...]:
+        """Senders of draft rows that `receiver` hears from; may be empty."""
+        ranks = range(self.prefill.size)
+        return tuple(rank for rank in ranks if self.sends_draft(rank, receiver, heads))
+
+    def draft_pages(self, prompt_len: int, page_tokens: int) -> range:
+        """Pages of a prompt whose draft rows decode reads: those of the last `draft_window` positions."""
+        oldest = max(0, prompt_len - self.decode.draft_window) // page_tokens
+        return range(oldest, -(-prompt_len // page_tokens))
+
     def receivers(self, sender: int, n_pages: int) -> tuple[int, ...]:
         """Receivers that hear from `sender` when a prompt has `n_pages` pages."""
         return tuple(
@@ -204,6 +241,9 @@ class Pair:
             columns=self.decode.slot_columns,
         )
         found: list[Rows] = []
+        draft = source.field("draft")
+        if draft is not None and self.sends_draft(sender, receiver, self._draft_heads(draft)):
+            found.append(self._draft_rows(draft, sender, receiver))
         for mine in source.fields:
             theirs = target.field(mine.name)
             if theirs is None:
@@ -227,6 +267,34 @@ class Pair:
                 raise AssertionError(f"field {mine.name}: no rule moves replicated fields")
             case _:
                 assert_never(mine.placement)
+
+    def _draft_heads(self, mine: Field) -> int | None:
+        """Key heads of the whole drafter, None where rows are replicated."""
+        return None if mine.placement is Placement.REPLICATED else mine.shape[0] * self.prefill.tp
+
+    def _draft_rows(self, mine: Field, sender: int, receiver: int) -> Rows:
+        """One piece per page: whole, or the common heads."""
+        (_s, t), (_e, d) = self.prefill.place(sender), self.decode.place(receiver)
+        heads, n_receivers = self._draft_heads(mine), self.decode.stage_size
+        source_offset = target_offset = 0
+        length = target_bytes = mine.unit_bytes
+        if heads is not None:
+            lo, hi = _common_heads(heads, t, self.prefill.tp, d, n_receivers)
+            head_bytes = _bytes(mine, mine.shape[1:])
+            length, target_bytes = (hi - lo) * head_bytes, heads // n_receivers * head_bytes
+            source_offset = (lo - t * mine.shape[0]) * head_bytes
+            target_offset = lo * head_bytes - d * target_bytes
+        return Rows(
+            pool=mine.name,
+            length=length,
+            source_offsets=(source_offset,),
+            source_stride=mine.unit_bytes,
+            source_units=self.prefill.n_pages,
+            target_offsets=(target_offset,),
+            target_stride=target_bytes,
+            target_units=self.decode.n_slots * self.decode.draft_places,
+            target_columns=self.decode.draft_places,
+        )
 
     def _head_rows(self, mine: Field, theirs: Field, sender: int, receiver: int) -> Rows:
         """Heads lo..hi-1: one piece when both sides hold the same layers, else one row per head."""

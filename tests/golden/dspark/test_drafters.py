@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from k3.model.draft_attention import Rotation
-from k3.model.draft_ring import DraftRing, ring_places
+from k3.model.draft_ring import DraftRing
 from k3.model.dspark import Drafter, draft_weights
-from k3.model.dspark_spec import DraftSpec
+from k3.model.dspark_spec import DraftSpec, ring_places
 from k3.model.weights import MemorySource
 from k3.parallel.collectives import SoloCollectives
 from k3.parallel.mesh import WHOLE
