@@ -13,12 +13,13 @@ from k3.bench.scoring import is_right, response_of
 from k3.bench.suites import Item, longest_answer, read
 from training import tokenizer
 from training.chat import ChatCodec
+from training.dims import Dims
 from training.export import from_hf, read_folder
 from training.generate import Ablation, Generator
 from training.kernels import kernels_for
 from training.parameters import is_bf16
 from training.recipe import Recipe
-from training.target import Dims, LayeredParams, Target
+from training.target import LayeredParams, Target
 
 _CACHE_TOKENS = 1_200_000
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.dims import Dims
 from training.kernels import Layout
 from training.target import (
-    Dims,
     LayeredParams,
     Params,
     Target,

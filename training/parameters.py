@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from training.target import Dims
+from training.dims import Dims
 
 _HALVED = ("o_proj.weight", "down_proj.weight", "routed_expert_up_proj.weight", "f_b_proj.weight")
 _FP32 = ("norm.weight", "conv1d.weight", "A_log", "dt_bias", "res_proj.weight", ".gate.weight")

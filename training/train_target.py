@@ -9,12 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from training.data.packing import Batch, Feed, Plan
+from training.dims import Dims
 from training.export import to_hf, write_shards
 from training.kernels import Layout, kernels_for
 from training.optimizer import Optimizer
 from training.parameters import initial, is_muon
 from training.recipe import TargetRecipe, model_config
-from training.target import Dims, LayeredParams, Target
+from training.target import LayeredParams, Target
 
 _HEAD_CHUNK = 16_384
 _BIAS = "e_score_correction_bias"

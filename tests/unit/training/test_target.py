@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from tests.model_runner import Pools, solo_stage
 from training import mxfp4
+from training.dims import Dims
 from training.export import from_hf, read_folder, to_hf, write_shards
 from training.generate import Generator
 from training.kernels import Layout, ReferenceKernels
 from training.optimizer import Optimizer, orthogonalize
 from training.parameters import initial, is_bf16, is_muon, shapes
 from training.recipe import Recipe, model_config
-from training.target import Dims, LayeredParams, Target
+from training.target import LayeredParams, Target
 
 GOLDEN = Path(__file__).parents[2] / "golden/k3"
 CPU = torch.device("cpu")
