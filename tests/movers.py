@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -80,8 +80,10 @@ class Net:
         decode: Sharding | None = None,
         config: TransferConfig | None = None,
         fabric: LocalFabric | None = None,
+        memory: str = "DRAM",
     ) -> None:
         self.now = 0.0
+        self.memory = memory
         self.spec: K3Spec = make_spec(kinds, heads)
         self.prefill = prefill or sharding(len(kinds))
         self.decode = decode or sharding(len(kinds), cp=2)
@@ -98,7 +100,7 @@ class Net:
     def _node(self, number: int, side: Sharding, rank: Rank) -> Node:
         def build() -> TransferAgent:
             agent = self.fabric.build(f"r{number}")
-            agent.register(rank.regions)
+            agent.register([replace(region, memory=self.memory) for region in rank.regions])
             return agent
 
         layout: CacheLayout = rank.layout

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from k3.config.tree import TransferConfig
 from k3.transfer.agent import PeerLost, TransferAgent, WriteFailed
 from k3.transfer.flight import Flight, Piece, State, Transfer
 from k3.transfer.peers import Peer, Peers
-from k3.transfer.pieces import Share, destination_problem, shares
+from k3.transfer.pieces import Share, destination_problem, draft_shares, shares
 from k3.transfer.record import Kind, Record
 from k3.v1 import plan_pb2, prefill_pb2
 
@@ -116,7 +117,8 @@ class Outgoing:
             self._lose(outdated, "replaced by new agents of the same instance", now)
 
     def drop(self, peer_id: str, now: float) -> None:
-        """Forget a peer; its transfers fail."""
+        """Forget a peer, also one that is yet to be connected; its transfers fail."""
+        self._peers.take_back(peer_id)
         peer = self._peers.known.get(peer_id)
         if peer is not None:
             self._lose(peer, "dropped", now)
@@ -141,6 +143,7 @@ class Outgoing:
                 pages={receiver: lists.get(receiver, common) for receiver in peer.links},
                 queues={receiver: deque() for receiver in peer.links},
                 records={receiver: [] for receiver in peer.links},
+                draft_records={receiver: [] for receiver in peer.links},
             )
 
     def copy(self, command: plan_pb2.CopyPages) -> None:
@@ -154,8 +157,13 @@ class Outgoing:
             f"transfer {command.transfer_id:#x}: pages {command.first_page}.."
             f"{command.first_page + len(command.pages) - 1} of a prompt of {n_pages}"
         )
-        for receiver in transfer.peer.pair.receivers(self._peers.rank, n_pages):
-            self._queue(transfer, receiver, command)
+        has_target = set(transfer.peer.pair.receivers(self._peers.rank, n_pages))
+        for receiver in transfer.peer.links:
+            self._queue_draft(
+                transfer, receiver, command
+            )  # first: the target's last record ends the wait
+            if receiver in has_target:
+                self._queue(transfer, receiver, command)
         transfer.has_last = command.last
 
     def abort(self, transfer_id: int, now: float) -> None:
@@ -189,7 +197,6 @@ class Outgoing:
         ended = self._flight.poll()
         for transfer, piece, error in ended:
             if error is not None:
-                transfer.quiet_not_before = now + self._raised_pause_s
                 self._failed(transfer, piece, error, now)
             elif piece.share is not None:
                 pool = piece.share.link.rows.pool
@@ -233,7 +240,7 @@ class Outgoing:
     def _finish(self, now: float) -> None:
         for transfer in list(self._transfers.values()):
             if transfer.state is State.OPEN:
-                if transfer.is_out:
+                if transfer.is_out and now >= transfer.quiet_not_before:
                     self._all_sent(transfer, now)
                 elif transfer.bytes_done > transfer.bytes_told:
                     self._tell_progress(transfer, now)
@@ -255,12 +262,35 @@ class Outgoing:
                 command,
                 transfer.pages[receiver],
                 transfer.start.destination.state_slot,
-                self._config.bytes_in_flight // self._config.handles_in_flight,
+                self._share_bytes,
             )
         )
         if command.last and not found:
             found.append(None)
-        records = transfer.records[receiver]
+        self._append(transfer, receiver, command, found, is_draft=False)
+
+    def _queue_draft(self, transfer: Transfer, receiver: int, command: plan_pb2.CopyPages) -> None:
+        page_tokens = self._peers.layout.page_tokens
+        found = draft_shares(
+            transfer.peer, receiver, command, transfer.start, page_tokens, self._share_bytes
+        )
+        self._append(transfer, receiver, command, list(found), is_draft=True)
+
+    @property
+    def _share_bytes(self) -> int:
+        return self._config.bytes_in_flight // self._config.handles_in_flight
+
+    def _append(
+        self,
+        transfer: Transfer,
+        receiver: int,
+        command: plan_pb2.CopyPages,
+        found: Sequence[Share | None],
+        *,
+        is_draft: bool,
+    ) -> None:
+        """Number the shares of one receiver and put them behind what waits already."""
+        records = transfer.numbered(receiver, is_draft=is_draft)
         total = len(records) + len(found)
         for share in found:
             is_last = command.last and len(records) == total - 1
@@ -272,6 +302,7 @@ class Outgoing:
                 seq=len(records),
                 total=total if is_last else 0,
                 tokens=command.tokens,
+                is_draft=is_draft,
             )
             records.append(record)
             piece = Piece(command.after_step, receiver, share, record)
@@ -280,14 +311,20 @@ class Outgoing:
     def _failed(
         self, transfer: Transfer, piece: Piece, error: PeerLost | WriteFailed, now: float
     ) -> None:
-        """Post a failed write again, with the same sequence number; the peer is lost when that does not help."""
+        """Post a failed write again, with the same sequence number; the peer is lost when that does not help.
+
+        What raised may still land for a while: until then the transfer is neither quiet nor complete, because decode
+        writes into the same pages once it has them.
+        """
+        transfer.quiet_not_before = now + self._raised_pause_s
         if isinstance(error, PeerLost):
             self._lose(transfer.peer, str(error), now)
         elif piece.record.repost >= MAX_REPOSTS:
             self._lose(transfer.peer, f"{error} (posted {MAX_REPOSTS + 1} times)", now)
         elif transfer.state is State.OPEN:
             piece.record = replace(piece.record, repost=piece.record.repost + 1)
-            transfer.records[piece.receiver][piece.record.seq] = piece.record
+            records = transfer.numbered(piece.receiver, is_draft=piece.record.is_draft)
+            records[piece.record.seq] = piece.record
             transfer.queues[piece.receiver].appendleft(piece)
 
     def _all_sent(self, transfer: Transfer, now: float) -> None:
@@ -296,10 +333,13 @@ class Outgoing:
         transfer_id = transfer.transfer_id
         totals = [
             prefill_pb2.RecordTotal(
-                sender=self._peers.rank, receiver=receiver, records=len(records)
+                sender=self._peers.rank,
+                receiver=receiver,
+                records=len(records),
+                draft_records=len(transfer.draft_records[receiver]),
             )
             for receiver, records in transfer.records.items()
-            if records
+            if records or transfer.draft_records[receiver]
         ]
         sent = plan_pb2.TransferSent(
             transfer_id=transfer_id, totals=totals, bytes=transfer.pool_bytes

@@ -94,6 +94,10 @@ class Peers:
             answers.append(plan_pb2.TransferStatus(peer_connected=connected))
         return answers
 
+    def take_back(self, peer_id: str) -> None:
+        """The connection is not wanted any more: forget it if it was not made yet."""
+        self._waiting.pop(peer_id, None)
+
     def sweep(self, agent: TransferAgent, now: float) -> None:
         """Forget lost peers that have no live handle."""
         for peer in [p for p in self.known.values() if p.is_lost and p.n_live == 0]:

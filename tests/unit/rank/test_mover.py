@@ -6,9 +6,10 @@ import pytest
 
 from k3.config.tree import TransferConfig
 from k3.transfer.local import Fate, LocalFabric
+from k3.transfer.outgoing import RAISED_QUIET_S
 from k3.transfer.record import Kind, Record
 from k3.v1 import plan_pb2, prefill_pb2
-from tests.movers import PEER, Net, Reached
+from tests.movers import PEER, Net, Reached, geometry
 from tests.resharding import sharding
 
 LEN = 33  # 9 pages of 4 tokens, the last one with a single token
@@ -388,3 +389,30 @@ def test_a_heartbeat_comes_every_second_and_counts_zombies():
     beats = net.out[0].heard("heartbeat")
     assert len(beats) == 2
     assert beats[-1].zombie_handles == 3
+
+
+def test_a_peer_dropped_before_its_connection_is_made_is_not_connected():
+    net = Net()
+    ranks = [node.endpoint for node in net.into]
+    for n in range(300):  # more than a mover keeps
+        connect = plan_pb2.ConnectPeer(
+            peer_id=f"{PEER}#{n}", geometry=geometry(net.decode), ranks=ranks
+        )
+        for node in net.out:
+            node.tell(connect_peer=connect)
+            node.tell(drop_peer=plan_pb2.DropPeer(peer_id=f"{PEER}#{n}"))
+        net.turn()
+    net.connect()
+    assert all(node.heard("peer_connected")[-1].error == "" for node in net.out)
+    assert all(node.heard("peer_connected")[-1].peer_id == PEER for node in net.out)
+
+
+def test_a_write_to_gpu_memory_that_raised_keeps_the_transfer_from_being_complete_at_once():
+    fabric = Script(Fate(fails=True))
+    net = running(Net(fabric=fabric, memory="VRAM"))
+    net.run(RAISED_QUIET_S - 0.5)
+    n_sent = sum(len(node.heard("sent")) for node in net.out)
+    assert n_sent == len(net.out) - 1, "its bytes may still land, over newer ones"
+    net.run(1.5)
+    assert all(node.heard("sent") for node in net.out)
+    net.assert_received()
