@@ -112,12 +112,16 @@ class Attempt:
     _resend_at: float | None = None
 
     def deliver(self, item: Item) -> None:
-        """Put something into the inbox; a peer that floods it loses the call."""
-        try:
+        """Put something into the inbox; a peer that floods it loses the call, and that is the last thing heard."""
+        if not self.inbox.full():
             self.inbox.put_nowait(item)
-        except asyncio.QueueFull:
-            if self.call is not None:
-                self.call.cancel()
+            return
+        while not self.inbox.empty():
+            self.inbox.get_nowait()
+        text = f"{INBOX_LIMIT} messages of prefill wait to be read; it floods its stream"
+        self.inbox.put_nowait(Ended(TransferError(text)))
+        if self.call is not None:
+            self.call.cancel()
 
     @property
     def transfer_id(self) -> int | None:

@@ -18,6 +18,7 @@ from decode_svc.intake.quarantine import Quarantine
 from decode_svc.intake.source import Pairs, PrefillLost, PrefillSource, is_allowed
 from decode_svc.request import Candidate, State
 from decode_svc.scheduler import DecodeScheduler
+from k3.cache.layout import PROTO_VERSION
 from k3.config.tree import TransferConfig
 from k3.errors import (
     DeadlineExceeded,
@@ -270,7 +271,7 @@ class Filling:
     def _start(self) -> prefill_pb2.Start:
         spec, identity = self.request.spec, self.parts.identity
         return prefill_pb2.Start(
-            proto_version=1,
+            proto_version=PROTO_VERSION,
             instance_id=identity.instance_id,
             request_id=spec.request_id,
             attempt=spec.attempt,

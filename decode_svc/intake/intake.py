@@ -56,7 +56,7 @@ class Intake:
         self.scheduler = scheduler
         connects = metrics.transfer.connects
         self.pairs = Pairs(source, lambda result: connects.labels(result).inc())
-        self.quarantine = Quarantine(source, config.times, self._settle)
+        self.quarantine = Quarantine(source, config.times, self._settle, self._crashed)
         self.crash: BaseException | None = None  # a bug of ours ended a task; the driver raises it
         self._n_ranks = identity.n_ranks
         self._lease_s = config.times.lease_s
@@ -103,9 +103,12 @@ class Intake:
         filling = self._fillings.pop(key)
         if task.cancelled():  # before it ran at all
             filling.leave()
-        elif task.exception() is not None:
-            self.crash = task.exception()
-            self._changed()
+        elif (error := task.exception()) is not None:
+            self._crashed(error)
+
+    def _crashed(self, error: BaseException) -> None:
+        self.crash = self.crash or error
+        self._changed()
 
     def is_filling(self, request: DecodeRequest) -> bool:
         """Whether the request has a task here."""
@@ -157,8 +160,13 @@ class Intake:
     # ---------------------------------------------------------------- the hard fence
 
     def needs_fence(self, cap: float) -> bool:
-        """Whether memory that cannot be proven quiet has grown beyond `cap` of all pages."""
-        return self.quarantine.overdue_pages() > cap * self.scheduler.pages.n_pages
+        """Whether memory that cannot be proven quiet has grown beyond `cap` of all pages, or of all state slots."""
+        late, scheduler = self.quarantine.overdue(), self.scheduler
+        n_pages = sum(len(hold.pages) for hold in late)
+        return (
+            n_pages > cap * scheduler.pages.n_pages
+            or len(late) > cap * scheduler.state_slots.n_slots
+        )
 
     async def fence(self) -> None:
         """Rebuild every rank's transfer agent: the last resort. All incoming transfers fail, all quarantine ends.

@@ -36,14 +36,22 @@ class Entry:
 
 
 class Quarantine:
-    """Holds and the tasks that prove them quiet. `settle(hold)` gives memory back to the scheduler."""
+    """Holds and the tasks that prove them quiet.
+
+    settle: gives memory back to the scheduler. crashed: a task ended with something that is not news of a peer.
+    """
 
     def __init__(
-        self, source: PrefillSource, times: TransferConfig, settle: Callable[[Hold], None]
+        self,
+        source: PrefillSource,
+        times: TransferConfig,
+        settle: Callable[[Hold], None],
+        crashed: Callable[[BaseException], None],
     ) -> None:
         self._source = source
         self._times = times
         self._settle = settle
+        self._crashed = crashed
         self._entries: set[Entry] = set()
         self._closings: dict[asyncio.Task[None], Attempt] = {}
 
@@ -55,18 +63,23 @@ class Quarantine:
         entry = Entry(hold, attempt, asyncio.get_running_loop().time())
         self._entries.add(entry)
         entry.task = asyncio.create_task(self._prove(entry, reason), name="proof of quiet")
+        entry.task.add_done_callback(self._ended)
 
     def finish(self, attempt: Attempt, reason: prefill_pb2.AbortReason | None) -> None:
         """End the stream of an attempt that leaves no memory behind."""
         task = asyncio.create_task(self._close(attempt, reason), name="end of a prefill stream")
         self._closings[task] = attempt
-        task.add_done_callback(lambda done: self._closings.pop(done, None))
+        task.add_done_callback(self._ended)
 
-    def overdue_pages(self) -> int:
-        """Pages whose proof has not come within a lease: no ordinary drain takes so long."""
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._closings.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crashed(error)
+
+    def overdue(self) -> list[Hold]:
+        """Memory whose proof has not come within a lease: no ordinary drain takes so long."""
         now = asyncio.get_running_loop().time()
-        late = (e for e in self._entries if now - e.since >= self._times.lease_s)
-        return sum(len(e.hold.pages) for e in late)
+        return [e.hold for e in self._entries if now - e.since >= self._times.lease_s]
 
     def settle_all(self) -> None:
         """Our agents were rebuilt, or the pools are new: nothing can land any more."""

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from decode_svc.intake.source import Deliver, Ended, Heard, Pair, PrefillLost, Proof
+from k3.cache.layout import PROTO_VERSION
 from k3.errors import K3Error, RequestAborted
 from k3.rpc.client import ChannelPool, call_metadata
 from k3.rpc.status import ERROR_CODE, from_rpc_error
@@ -61,7 +62,7 @@ class RemotePrefill:
     async def quiesce(self, pair: Pair, transfer_id: int) -> Proof:
         """Ask about one transfer."""
         request = prefill_pb2.QuiesceRequest(
-            proto_version=1,
+            proto_version=PROTO_VERSION,
             instance_id=self._introduction().instance_id,
             prefill_instance_id=pair.instance_id,
             transfer_ids=[transfer_id],
@@ -86,19 +87,27 @@ class RemoteCall:
         self._call = call
         self._pair = pair
         self._deliver = deliver
-        self._is_cancelled = False
+        self._cancelled_for: K3Error | None = None
         self._outgoing: asyncio.Queue[prefill_pb2.PrefillRequest] = asyncio.Queue(OUTGOING_LIMIT)
         self._writer = asyncio.create_task(self._write(), name=f"to {pair.address}")
         self._reader = asyncio.create_task(self._read(), name=f"from {pair.address}")
 
     async def send(self, message: prefill_pb2.PrefillRequest) -> None:
-        """Queue one message."""
-        if not self._reader.done():
-            await self._outgoing.put(message)
+        """Queue one message; a peer that reads none for too long loses the call."""
+        if self._reader.done():
+            return
+        if self._outgoing.full():
+            text = f"prefill instance at {self._pair.address} does not read: {OUTGOING_LIMIT} messages wait"
+            self._cancel(PrefillLost(text))
+            return
+        self._outgoing.put_nowait(message)
 
     def cancel(self) -> None:
         """End the call."""
-        self._is_cancelled = True
+        self._cancel(RequestAborted("the prefill call was cancelled here"))
+
+    def _cancel(self, why: K3Error) -> None:
+        self._cancelled_for = self._cancelled_for or why
         self._call.cancel()
         self._writer.cancel()
 
@@ -118,10 +127,9 @@ class RemoteCall:
         except grpc.aio.AioRpcError as failure:
             error = spoken_or_lost(failure, self._pair.address)
         except asyncio.CancelledError:
-            if self._is_cancelled:
-                error = RequestAborted("the prefill call was cancelled here")
-            else:  # the other side's server went down under the call
-                error = PrefillLost(f"prefill instance at {self._pair.address} cancelled the call")
+            # without a reason of ours the other side's server went down under the call
+            text = f"prefill instance at {self._pair.address} cancelled the call"
+            error = self._cancelled_for or PrefillLost(text)
         self._writer.cancel()
         self._deliver(Ended(error))
 
@@ -139,7 +147,8 @@ def spoken_or_lost(error: grpc.aio.AioRpcError, address: str) -> K3Error:
     match error.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
             text = f"prefill instance at {address} is lost: {error.details()}"
-            code = "refused" if "refused" in (error.details() or "").lower() else None
+            is_dead = "connection refused" in (error.details() or "").lower()
+            code = "refused" if is_dead else None
             return PrefillLost(text, code=code)
         case _:
             return from_rpc_error(error)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from k3.errors import K3Error, LayoutMismatch, Unavailable
+from k3.errors import K3Error, LayoutMismatch, ReconnectRequired, Unavailable
 from k3.v1 import prefill_pb2
 
 
@@ -96,12 +96,23 @@ class Pairs:
         self._tasks: dict[str, asyncio.Task[Pair]] = {}
 
     async def get(self, address: str) -> Pair:
-        """The pair of `address`. Raises K3Error; the next call tries again then."""
+        """The pair of `address`. Raises K3Error; the next call tries again then.
+
+        Raises ReconnectRequired when our agents changed while the connection was made.
+        """
         task = self._tasks.get(address)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._connect(address), name=f"connect {address}")
             self._tasks[address] = task
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if not task.cancelled() or me is None or me.cancelling():
+                raise
+            raise ReconnectRequired(
+                f"the connection to {address} was given up: the transfer agents of this instance changed"
+            ) from None
 
     async def _connect(self, address: str) -> Pair:
         try:

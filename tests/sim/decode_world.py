@@ -185,6 +185,7 @@ class World:
         self.scripts: dict[str, list[Script]] = defaultdict(lambda: [good])
         self.calls: list[Call] = []
         self.connects: list[str] = []
+        self.connect_gate: asyncio.Event | None = None  # connects wait for it
         self.quiesced: list[int] = []
         self.proof: Callable[[str], Proof | K3Error] = lambda _address: Proof.QUIET
         self.log: list[tuple[str, str]] = []
@@ -204,6 +205,8 @@ class World:
 
     async def connect(self, address: str) -> Pair:
         self.connects.append(address)
+        if self.connect_gate is not None:
+            await self.connect_gate.wait()
         geometry = prefill_pb2.Geometry(
             pp=1,
             tp=1,

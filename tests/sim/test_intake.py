@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from decode_svc.caller import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
+from decode_svc.intake.attempt import INBOX_LIMIT
 from decode_svc.intake.source import PrefillLost, Proof
 from k3.errors import (
     DeadlineExceeded,
@@ -670,6 +671,75 @@ def test_a_fence_sends_transfers_that_run_back_to_the_same_candidate() -> None:
         assert len(tokens(events)) == 4
         assert world.connects == ["a:1", "a:1"]
         await world.settle()
+
+    play(story)
+
+
+def test_a_request_that_connects_during_the_fence_connects_again() -> None:
+    async def story(world: World) -> None:
+        gate = world.connect_gate = asyncio.Event()
+        caller = world.generate("a:1")
+        await until(lambda: world.connects == ["a:1"])
+        await world.life.intake.fence()
+        gate.set()
+        assert len(tokens(await world.drain(caller))) == 4
+        assert world.connects == ["a:1", "a:1"]
+        await world.settle()
+
+    play(story)
+
+
+def test_slots_that_cannot_be_proven_quiet_end_with_the_hard_fence_too() -> None:
+    async def die(call: Call) -> None:
+        await call.accept()
+        call.die()
+
+    async def story(world: World) -> None:
+        world.scripts["a:1"] = [die]
+        world.proof = lambda _address: Proof.DRAINING
+        await world.drain(world.generate("a:1", "b:1"))
+        assert world.life.load().pages_quarantined < 0.1 * world.life.load().pages_total
+        await world.settle()
+        assert "rebuild" in world.ranks.kinds()
+
+    play(story, pages=60)
+
+
+def test_a_peer_that_floods_its_stream_fails_its_candidate_only() -> None:
+    async def flood(call: Call) -> None:
+        await call.wait_for("start")
+        for _ in range(2 * INBOX_LIMIT):
+            call.say(accepted=prefill_pb2.Accepted())
+        call.die()
+
+    async def story(world: World) -> None:
+        blocker = world.generate("b:1", m=30)
+        world.scripts["a:1"] = [flood]
+        events = await world.drain(world.generate("a:1", "b:1"))
+        assert failures(events) == [("prefill-a:1", "transfer_failed")]
+        assert len(tokens(events)) == 4
+        await world.drain(blocker)
+        await world.settle()
+
+    play(story, rows=1, early=1)
+
+
+def test_a_bug_in_a_proof_of_quiet_is_not_swallowed() -> None:
+    async def die(call: Call) -> None:
+        await call.accept()
+        call.die()
+
+    async def story(world: World) -> None:
+        world.scripts["a:1"] = [die]
+
+        def broken(_address: str) -> Proof:
+            raise AssertionError("a bug")
+
+        world.proof = broken
+        await world.drain(world.generate("a:1", "b:1"))
+        await until(lambda: world.life.intake.crash is not None)
+        assert isinstance(world.life.intake.crash, AssertionError)
+        world.life.intake.crash = None  # else the life ends with it, as it should
 
     play(story)
 

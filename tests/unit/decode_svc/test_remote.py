@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from decode_svc.intake.remote import RemotePrefill
+from decode_svc.intake.remote import OUTGOING_LIMIT, RemotePrefill
 from decode_svc.intake.source import Ended, Heard, Pair, PrefillLost, Proof
 from k3.config.tree import ServeConfig
 from k3.errors import LayoutMismatch, QueueFull, RequestAborted
@@ -174,6 +174,26 @@ async def test_cancelling_reaches_the_server_and_is_told_here() -> None:
         assert isinstance(ended.error, RequestAborted)
         async with asyncio.timeout(10):
             await peer.servicer.is_cancelled.wait()
+
+    await with_peer(story)
+
+
+async def test_a_server_that_reads_nothing_loses_the_call_and_never_blocks_us() -> None:
+    async def deaf(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.Accepted())
+        await asyncio.Event().wait()
+
+    async def story(peer: Peer) -> None:
+        peer.servicer.stream = deaf
+        call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+        await peer.next()
+        long = prefill_pb2.PrefillRequest(start=prefill_pb2.Start(token_ids=range(100_000)))
+        async with asyncio.timeout(10):
+            for _ in range(2 * OUTGOING_LIMIT):
+                await call.send(long)
+        ended = await peer.next()
+        assert isinstance(ended, Ended)
+        assert isinstance(ended.error, PrefillLost)
 
     await with_peer(story)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from decode_svc.intake.source import Pair, Pairs, is_allowed
-from k3.errors import Unavailable
+from k3.errors import ReconnectRequired, Unavailable
 from k3.v1 import prefill_pb2
 
 
@@ -92,3 +92,24 @@ async def test_only_the_outdated_pair_is_forgotten() -> None:
     pairs.forget(old)
     assert await pairs.get("a:1") == new
     assert source.n_connects == 2
+
+
+async def test_callers_of_a_connect_that_was_dropped_are_told_to_connect_again() -> None:
+    source = Source()
+    pairs = Pairs(source, source.results.append)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(pairs.get("a:1"))
+    await asyncio.sleep(0)
+    pairs.forget_all()
+    with pytest.raises(ReconnectRequired):
+        await waiting
+
+
+async def test_a_caller_that_is_cancelled_while_its_connect_is_dropped_stays_cancelled() -> None:
+    source = Source()
+    pairs = Pairs(source, source.results.append)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(pairs.get("a:1"))
+    await asyncio.sleep(0)
+    pairs.forget_all()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
