@@ -211,7 +211,7 @@ class RankGroup:
             channel.close()
             return
         is_known = hello.rank < len(self._ranks) and secrets.compare_digest(
-            hello.token, self._token
+            hello.token.encode(), self._token.encode()
         )
         if not is_known or hello.connection in self._ranks[hello.rank].channels:
             log.warning("refused a connection that claims to be rank %d", hello.rank)
