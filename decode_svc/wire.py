@@ -9,6 +9,7 @@ from decode_svc.request import Candidate, DecodeRequest, RequestSpec
 from decode_svc.scheduler import Emitted, Plan
 from k3.errors import K3Error, RequestRejected
 from k3.rpc import convert
+from k3.rpc.limits import check_drawing
 from k3.types import RequestId
 from k3.v1 import decode_pb2, plan_pb2
 
@@ -93,17 +94,11 @@ def request_spec(message: decode_pb2.GenerateRequest, vocab_size: int) -> Reques
             f"output_prefix_len={message.output_prefix_len}: must be less than the {len(prompt)} token ids",
             param="output_prefix_len",
         )
-    sampling = convert.sampling_from_proto(message.sampling)
-    outside = [i for i in sampling.logit_bias if not 0 <= i < vocab_size]
-    if outside:
-        raise RequestRejected(
-            f"logit_bias of token ids {outside[:5]}: must lie in 0..{vocab_size - 1}",
-            param="sampling.logit_bias",
-        )
+    check_drawing(message.sampling, message.stop, message.logprobs, vocab_size)
     return RequestSpec(
         request_id=RequestId(message.request_id),
         prompt=prompt,
-        sampling=sampling,
+        sampling=convert.sampling_from_proto(message.sampling),
         stop=convert.stop_from_proto(message.stop),
         logprobs=convert.logprobs_from_proto(message.logprobs),
         candidates=tuple(Candidate(c.instance_id, c.address) for c in message.candidates),

@@ -29,6 +29,11 @@ def message(**changes: object) -> decode_pb2.GenerateRequest:
     return decode_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
 
 
+def drawn(**changes: object) -> dict[str, object]:
+    fields = {"top_p": 1.0, "repetition_penalty": 1.0, **changes}
+    return {"sampling": common_pb2.SamplingParams(**fields)}  # type: ignore[arg-type]
+
+
 def test_a_request_is_taken_as_it_came() -> None:
     spec = wire.request_spec(message(), VOCAB)
     assert (spec.request_id, spec.attempt, spec.prompt, spec.salt) == ("r-0", 2, (1, 2, 3, 4), b"s")
@@ -45,9 +50,11 @@ def test_a_request_is_taken_as_it_came() -> None:
         ({"token_ids": [1, VOCAB]}, "token_ids"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"output_prefix_len": 4}, "output_prefix_len"),
+        (drawn(logit_bias={VOCAB: 1.0}), "sampling.logit_bias"),
+        (drawn(frequency_penalty=float("inf")), "sampling.frequency_penalty"),
         (
-            {"sampling": common_pb2.SamplingParams(logit_bias={VOCAB: 1.0})},
-            "sampling.logit_bias",
+            {"stop": common_pb2.StopParams(max_tokens=7, eos_token_ids=[VOCAB])},
+            "stop.eos_token_ids",
         ),
     ],
 )
@@ -73,7 +80,7 @@ def test_an_opened_row_carries_the_anchor_and_its_memory() -> None:
 
 
 def test_penalties_get_the_tokens_they_count_and_no_drafts() -> None:
-    penalised = common_pb2.SamplingParams(temperature=0, repetition_penalty=1.2)
+    penalised = common_pb2.SamplingParams(temperature=0, top_p=1, repetition_penalty=1.2)
     row = opened(sampling=penalised, output_prefix_len=1)
     assert list(row.prompt_ids) == [1, 2, 3]
     assert list(row.output_ids) == [4, 8, 9]

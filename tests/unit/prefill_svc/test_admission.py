@@ -52,7 +52,13 @@ def test_a_plain_request_passes() -> None:
         (sampling(top_p=0.0), "sampling.top_p"),
         (sampling(min_p=1.5), "sampling.min_p"),
         (sampling(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (sampling(repetition_penalty=float("inf")), "sampling.repetition_penalty"),
+        (sampling(presence_penalty=float("nan")), "sampling.presence_penalty"),
+        (sampling(frequency_penalty=float("-inf")), "sampling.frequency_penalty"),
         (sampling(logit_bias={100: 1.0}), "sampling.logit_bias"),
+        (sampling(logit_bias={99: float("nan")}), "sampling.logit_bias"),
+        ({"stop": common_pb2.StopParams(eos_token_ids=[100])}, "stop.eos_token_ids"),
+        ({"stop": common_pb2.StopParams(stop_token_ids=[-1])}, "stop.stop_token_ids"),
     ],
 )
 def test_a_faulty_field_is_named(fields: dict[str, object], param: str) -> None:
