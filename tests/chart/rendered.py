@@ -13,6 +13,8 @@ CHART = ROOT / "charts/k3-serving"
 VALUES = [CHART / "values.yaml", *sorted((CHART / "examples").glob("*.yaml"))]
 ENGINES = ("prefill", "decode")
 COMPONENTS = ("router", *ENGINES)
+# What the chart asks of every process; tests/e2e/test_idle.py asks the processes for the same.
+PROBES = {"startup": "/startup", "liveness": "/health", "readiness": "/ready"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from k3.config.commandline import ENGINE_ALIASES, ROUTER_ALIASES, parse
 from k3.config.keys import keys_of
 from k3.config.load import load_engine, load_router
 from k3.config.tree import EngineConfig, RouterConfig
-from tests.chart.rendered import CHART, COMPONENTS, ENGINES, ROOT, VALUES, Helm, Rendered
+from tests.chart.rendered import CHART, COMPONENTS, ENGINES, PROBES, ROOT, VALUES, Helm, Rendered
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -116,14 +116,8 @@ def test_decode_may_dial_exactly_the_prefill_instances(rendered: Rendered, tmp_p
 def test_probes_use_the_real_endpoints(rendered: Rendered, component: str) -> None:
     container = rendered.container(component)
     port = "http" if component == "router" else "ops"
-    probes = {
-        kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")
-    }
-    assert probes == {
-        "startup": {"path": "/startup", "port": port},
-        "liveness": {"path": "/health", "port": port},
-        "readiness": {"path": "/ready", "port": port},
-    }
+    probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in PROBES}
+    assert probes == {kind: {"path": path, "port": port} for kind, path in PROBES.items()}
 
 
 @pytest.mark.parametrize("component", COMPONENTS)

@@ -1,4 +1,4 @@
-"""What an idle cluster costs: memory of fronts and router, processor time of everything, and no torch outside ranks."""
+"""What an idle cluster answers and costs: probes, memory of fronts and router, processor time, torch in ranks only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from k3.cluster import get
+from tests.chart.rendered import PROBES
 from tests.e2e.cluster import Cluster
 
 pytestmark = pytest.mark.e2e
@@ -31,6 +33,14 @@ def resident_mb(pid: int) -> float:
 def processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+@pytest.mark.parametrize("path", [*PROBES.values(), "/metrics", "/version"])
+def test_every_process_answers_what_the_chart_and_its_monitors_ask(
+    cluster: Cluster, path: str
+) -> None:
+    statuses = {m.name: get(m.ops, path).status for m in cluster.members}
+    assert statuses == {m.name: 200 for m in cluster.members}
 
 
 def test_fronts_and_router_are_small(cluster: Cluster) -> None:
