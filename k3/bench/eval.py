@@ -68,31 +68,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
             flags = ("--model", args.model) if args.model else ()
             options = Options(router_flags=flags, prefill_flags=flags, decode_flags=flags)
             url = stack.enter_context(LocalCluster(options)).url
-        begin = time.monotonic()
-        figures, answers, model = asyncio.run(measure(url, names, args, console))
-        total_s = time.monotonic() - begin
+        figures, answers = asyncio.run(measure(url, names, args, console))
     show(figures, answers, console)
-    facts = {
-        "model": model,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "versions": ", ".join(f"{name} {installed(name)}" for name in VERSIONS),
-        "command": " ".join(["k3-bench", *sys.argv[1:]]),
-        "in flight": str(args.concurrency),
-        "total time": f"{total_s:.0f} s",
-    }
-    if args.json is not None:
-        args.json.write_text(json.dumps(as_json(figures, answers, facts), indent=2) + "\n")
-    if args.markdown is not None:
-        args.markdown.write_text(markdown(figures, facts))
-    if args.plot is not None:
-        plot(figures, args.plot)
     return 1 if any(a.error for a in answers) else 0
 
 
 async def measure(
     url: str, names: tuple[str, ...], args: argparse.Namespace, console: Console
-) -> tuple[list[SuiteFigures], list[Answer], str]:
-    """All suites one after the other, a bar each; figures, answers, and the served model's name."""
+) -> tuple[list[SuiteFigures], list[Answer]]:
+    """All suites one after the other, a bar each. Files are written after every suite: a long run may be stopped."""
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     columns = (
         TextColumn("{task.description:<16}"),
@@ -116,7 +100,8 @@ async def measure(
                 everything += answers
                 if not console.is_terminal:  # bars are drawn on terminals only
                     console.print("  ".join(row(figures[-1])))
-        return figures, everything, asker.model
+                save(figures, everything, facts(asker.model, args), args)
+        return figures, everything
 
 
 async def ask_suite(asker: Asker, name: str, n_items: int, progress: Progress) -> list[Answer]:
@@ -131,6 +116,32 @@ async def ask_suite(asker: Asker, name: str, n_items: int, progress: Progress) -
         progress.update(bar, advance=1, right=n_right)
 
     return await asker.suite(name, items, advance)
+
+
+def facts(model: str, args: argparse.Namespace) -> dict[str, str]:
+    """What has to stand beside the figures."""
+    return {
+        "model": model,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "versions": ", ".join(f"{name} {installed(name)}" for name in VERSIONS),
+        "command": " ".join(["k3-bench", *sys.argv[1:]]),
+        "in flight": str(args.concurrency),
+    }
+
+
+def save(
+    figures: list[SuiteFigures],
+    answers: list[Answer],
+    about: dict[str, str],
+    args: argparse.Namespace,
+) -> None:
+    """Write the files that were asked for."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(figures, answers, about), indent=2) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(figures, about))
+    if args.plot is not None:
+        plot(figures, args.plot)
 
 
 def show(figures: list[SuiteFigures], answers: list[Answer], console: Console) -> None:

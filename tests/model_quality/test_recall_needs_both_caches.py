@@ -72,7 +72,7 @@ class HandedOver:
 
 
 @pytest.fixture(scope="module")
-def handed_over(folder: Path, stated: dict[str, float]) -> HandedOver:
+def handed_over(folder: Path) -> HandedOver:
     return HandedOver(folder, read(SUITE, N_ITEMS))
 
 
