@@ -21,7 +21,7 @@ Gauges = Mapping[str, float]
 # What must be as before once nothing runs; free and cached pages may differ by the prefix cache.
 HELD = (
     "k3_prefill_running", "k3_prefill_waiting", "k3_decode_running", "k3_decode_waiting",
-    "k3_kv_pages", "k3_state_slots", "k3_draft_slots", "k3_transfer_in_flight",
+    "k3_helix_rank_tokens", "k3_kv_pages", "k3_state_slots", "k3_draft_slots", "k3_transfer_in_flight",
     "k3_router_requests_in_flight", "k3_router_queue_depth",
 )  # fmt: skip
 MAY_DIFFER = ("state=free", "state=cached", "state=vacant", "state=checkpoint")
