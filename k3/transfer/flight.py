@@ -16,7 +16,7 @@ from k3.config.tree import TransferConfig
 from k3.transfer.agent import Handle, PeerLost, TransferAgent, WriteFailed
 from k3.transfer.peers import Peer
 from k3.transfer.pieces import Share
-from k3.transfer.record import Record
+from k3.transfer.record import Kind, Record
 from k3.v1 import plan_pb2
 
 SLOWEST_BYTES_PER_S = 0.5e9 / 8  # deadline of a handle: eight times its duration at 0.5 GB/s
@@ -54,6 +54,7 @@ class Transfer:
     pages: dict[int, Sequence[int]]
     queues: dict[int, deque[Piece]]
     records: dict[int, list[Record]]
+    draft_records: dict[int, list[Record]]
     state: State = State.OPEN
     has_last: bool = False
     n_live: int = 0
@@ -63,6 +64,37 @@ class Transfer:
     told_at: float = 0.0
     quiet_not_before: float = 0.0
     drain_until: float = 0.0
+
+    def numbered(self, receiver: int, *, is_draft: bool) -> list[Record]:
+        """Records of one receiver by sequence number; those of draft rows count apart."""
+        return (self.draft_records if is_draft else self.records)[receiver]
+
+    def append(
+        self,
+        sender: int,
+        receiver: int,
+        command: plan_pb2.CopyPages,
+        shares: Sequence[Share | None],
+        *,
+        is_draft: bool,
+    ) -> None:
+        """Number the shares of a command and put them behind what waits for the receiver."""
+        records = self.numbered(receiver, is_draft=is_draft)
+        total = len(records) + len(shares)
+        for share in shares:
+            is_last = command.last and len(records) == total - 1
+            record = Record(
+                kind=Kind.LAST if is_last else Kind.DATA,
+                sender=sender,
+                transfer_id=self.transfer_id,
+                nonce=self.start.nonce,
+                seq=len(records),
+                total=total if is_last else 0,
+                tokens=command.tokens,
+                is_draft=is_draft,
+            )
+            records.append(record)
+            self.queues[receiver].append(Piece(command.after_step, receiver, share, record))
 
     @property
     def transfer_id(self) -> int:

@@ -2,7 +2,8 @@
 
 Pure: records come in as bytes, statuses go out as messages, time is an argument. A transfer is known only after
 `expect`; a record of anything else, or with another nonce, is foreign: it is counted and dropped. A sender is complete
-when its LAST record named the total and all of them are here; a transfer when all expected senders are.
+when its LAST record named the total and all of them are here; a transfer when all expected senders are. Draft rows are
+counted apart: a transfer arrives without them, and is reported once more when they are complete too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class _Expected:
     draft_senders: dict[int, _Tally]
     news_at: float
     has_arrived: bool = False
+    has_drafts: bool = False
 
 
 class Incoming:
@@ -59,7 +61,7 @@ class Incoming:
     @property
     def is_waiting(self) -> bool:
         """Whether records are worth looking for."""
-        return any(not expected.has_arrived for expected in self._expected.values())
+        return any(not (e.has_arrived and e.has_drafts) for e in self._expected.values())
 
     def expect(self, command: plan_pb2.ExpectTransfer, now: float) -> list[Status]:
         """Wait for a transfer from now on. One that has no sender for this rank arrives at once."""
@@ -118,11 +120,12 @@ class Incoming:
         return True
 
     def _arrival(self, transfer_id: int, expected: _Expected) -> list[Status]:
-        if expected.has_arrived or not all(t.is_complete for t in expected.senders.values()):
+        before = (expected.has_arrived, expected.has_drafts)
+        expected.has_arrived = all(t.is_complete for t in expected.senders.values())
+        expected.has_drafts = all(t.is_complete for t in expected.draft_senders.values())
+        if not expected.has_arrived or before == (expected.has_arrived, expected.has_drafts):
             return []
-        expected.has_arrived = True
-        is_draft_complete = all(t.is_complete for t in expected.draft_senders.values())
         arrived = plan_pb2.TransferArrived(
-            transfer_id=transfer_id, draft_complete=is_draft_complete
+            transfer_id=transfer_id, draft_complete=expected.has_drafts
         )
         return [Status(arrived=arrived)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import replace
 
 from k3.config.tree import TransferConfig
@@ -267,46 +266,18 @@ class Outgoing:
         )
         if command.last and not found:
             found.append(None)
-        self._append(transfer, receiver, command, found, is_draft=False)
+        transfer.append(self._peers.rank, receiver, command, found, is_draft=False)
 
     def _queue_draft(self, transfer: Transfer, receiver: int, command: plan_pb2.CopyPages) -> None:
         page_tokens = self._peers.layout.page_tokens
         found = draft_shares(
             transfer.peer, receiver, command, transfer.start, page_tokens, self._share_bytes
         )
-        self._append(transfer, receiver, command, list(found), is_draft=True)
+        transfer.append(self._peers.rank, receiver, command, list(found), is_draft=True)
 
     @property
     def _share_bytes(self) -> int:
         return self._config.bytes_in_flight // self._config.handles_in_flight
-
-    def _append(
-        self,
-        transfer: Transfer,
-        receiver: int,
-        command: plan_pb2.CopyPages,
-        found: Sequence[Share | None],
-        *,
-        is_draft: bool,
-    ) -> None:
-        """Number the shares of one receiver and put them behind what waits already."""
-        records = transfer.numbered(receiver, is_draft=is_draft)
-        total = len(records) + len(found)
-        for share in found:
-            is_last = command.last and len(records) == total - 1
-            record = Record(
-                kind=Kind.LAST if is_last else Kind.DATA,
-                sender=self._peers.rank,
-                transfer_id=command.transfer_id,
-                nonce=transfer.start.nonce,
-                seq=len(records),
-                total=total if is_last else 0,
-                tokens=command.tokens,
-                is_draft=is_draft,
-            )
-            records.append(record)
-            piece = Piece(command.after_step, receiver, share, record)
-            transfer.queues[receiver].append(piece)
 
     def _failed(
         self, transfer: Transfer, piece: Piece, error: PeerLost | WriteFailed, now: float

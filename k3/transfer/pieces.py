@@ -13,6 +13,7 @@ from k3.transfer.plan import owned_pages
 from k3.v1 import plan_pb2
 
 PAGE_POOLS = ("latent",)
+DRAFT_POOL = "draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ def destination_problem(start: plan_pb2.StartTransfer, peer: Peer, page_tokens: 
         return f"prompt_len={start.prompt_len}: at least one token expected"
     if destination.state_slot >= decode.n_slots:
         return f"state_slot={destination.state_slot}: the peer has {decode.n_slots}"
+    if start.send_draft and destination.draft_slot >= decode.n_slots:
+        return f"draft_slot={destination.draft_slot}: the peer has {decode.n_slots}"
     for receiver in peer.links:
         pages = lists.get(receiver, destination.pages)
         _stage, shard = decode.place(receiver)
@@ -59,6 +62,8 @@ def shares(
     """
     for link in peer.links[receiver]:
         rows = link.rows
+        if rows.pool == DRAFT_POOL:
+            continue
         if rows.pool in PAGE_POOLS:
             prompt = peer.pair.pages(sender, receiver, command.first_page, len(command.pages))
             pages = np.asarray(prompt, np.int32)
@@ -74,6 +79,33 @@ def shares(
             target = row * np.int32(rows.target_units) + np.int32(state_slot * rows.target_columns)
         else:
             continue
-        step = max(1, max_bytes // rows.length)
-        for at in range(0, len(source), step):
-            yield Share(link, source[at : at + step], target[at : at + step])
+        yield from _cut(link, source, target, max_bytes)
+
+
+def draft_shares(
+    peer: Peer,
+    receiver: int,
+    command: plan_pb2.CopyPages,
+    start: plan_pb2.StartTransfer,
+    page_tokens: int,
+    max_bytes: int,
+) -> Iterator[Share]:
+    """Draft rows of the command's pages that decode's window reaches; page b goes to place b % Q of the ring."""
+    if not start.send_draft:
+        return
+    wanted = peer.pair.draft_pages(start.prompt_len, page_tokens)
+    first = max(command.first_page, wanted.start)
+    prompt = np.arange(first, command.first_page + len(command.pages), dtype=np.int32)
+    for link in peer.links.get(receiver, ()):
+        if link.rows.pool == DRAFT_POOL and len(prompt):
+            places = np.int32(link.rows.target_columns)
+            source = np.asarray(command.pages, np.int32)[prompt - np.int32(command.first_page)]
+            target = np.int32(start.destination.draft_slot) * places + prompt % places
+            order = np.argsort(source, kind="stable")
+            yield from _cut(link, source[order], target[order], max_bytes)
+
+
+def _cut(link: Link, source: Indices, target: Indices, max_bytes: int) -> Iterator[Share]:
+    step = max(1, max_bytes // link.rows.length)
+    for at in range(0, len(source), step):
+        yield Share(link, source[at : at + step], target[at : at + step])
