@@ -1,9 +1,10 @@
 """Recall documents: facts hidden in filler, then questions as further turns.
 
-Filler is paragraphs of filler.txt (60 %) and grammar sentences (40 %), one a line. A line ends in a newline, where the
+Filler is paragraphs of filler.txt.xz (60 %) and grammar sentences (40 %), one a line. A line ends in a newline, where
 tokenizer's pattern always splits, so encoded lines may be concatenated.
 """
 
+import lzma
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ GRAMMAR = Grammar.read(HERE / "recall.txt")
 
 def paragraphs() -> tuple[str, ...]:
     """Natural paragraphs, one line each, without the attribution header."""
-    lines = (HERE / "filler.txt").read_text(encoding="utf-8").splitlines()
+    lines = lzma.decompress((HERE / "filler.txt.xz").read_bytes()).decode().splitlines()
     return tuple(line for line in lines if not line.startswith("#"))
 
 

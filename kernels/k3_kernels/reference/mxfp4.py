@@ -2,7 +2,7 @@
 
 Byte b of a row holds input 2b in its low nibble and 2b + 1 in its high one; the scale is the raw E8M0
 byte, `2 ** (scale - 127)`. Every product is exact in bfloat16 and wider.
-Golden: k3/components.safetensors (mxfp4), k3/model-mxfp4.safetensors.
+Golden: k3/components.safetensors (mxfp4), k3/experts-mxfp4.safetensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The ledger's closed forms against the published tables: closed_forms, partition, verify_groups, traces."""
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ HERE = Path(__file__).parent
 
 def table(name: str) -> list[dict]:
     return json.loads((HERE / f"{name}.json").read_text())
+
+
+GROUPS = json.loads(lzma.decompress((HERE / "verify_groups.json.xz").read_bytes()))
 
 
 def geometry(entry: dict) -> str:
@@ -46,7 +50,7 @@ def test_prompts_are_partitioned_as_published() -> None:
         assert [list(ledger.prompt_pages(n, r)) for r in ranks] == case["pages_by_rank"], case
 
 
-@pytest.mark.parametrize("entry", table("verify_groups"), ids=geometry)
+@pytest.mark.parametrize("entry", GROUPS, ids=geometry)
 def test_verify_groups_agree_on_every_rank(entry: dict) -> None:
     ledger = Ledger(entry["page_tokens"], entry["cp_size"])
     for case in entry["groups"]:
@@ -65,7 +69,7 @@ def test_verify_groups_agree_on_every_rank(entry: dict) -> None:
         assert trap == case["zero_bound_trap"]
 
 
-@pytest.mark.parametrize("entry", table("verify_groups"), ids=geometry)
+@pytest.mark.parametrize("entry", GROUPS, ids=geometry)
 def test_device_tables_equal_the_host_form(entry: dict) -> None:
     """Page ids are scrambled: local slot j lies in page table[j // P] of the pool."""
     p, c = entry["page_tokens"], entry["cp_size"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from k3_kernels.reference.tables import local_len, verify_tables
 
 HERE = Path(__file__).parent
-GROUPS = json.loads((HERE / "verify_groups.json").read_text())
+GROUPS = json.loads(lzma.decompress((HERE / "verify_groups.json.xz").read_bytes()))
 FORMS = json.loads((HERE / "closed_forms.json").read_text())
 
 

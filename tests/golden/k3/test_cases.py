@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k3.model.k3 import Stage
 from k3.model.moe import Moe
 from tests.compare import assert_close
+from tests.golden.k3.twin import mxfp4_tensors
 from tests.model_runner import Pools, solo_stage
 
 HERE = Path(__file__).parent
@@ -172,7 +173,7 @@ def test_mxfp4_checkpoint_gives_the_reference_logits_and_hidden_states(
     tmp_path: Path, moe_weights: str
 ) -> None:
     shutil.copy(HERE / "config-mxfp4.json", tmp_path / "config.json")
-    shutil.copy(HERE / "model-mxfp4.safetensors", tmp_path / "model.safetensors")
+    save_file(mxfp4_tensors(), tmp_path / "model.safetensors")
     expected = _case(load_file(HERE / "cases-mxfp4.safetensors"), "mxfp4")
     packed = solo_stage(tmp_path, "float32", moe_weights, taps=tuple(range(N_LAYERS)))
     ids = expected["input_ids"].tolist()

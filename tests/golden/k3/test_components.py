@@ -208,7 +208,7 @@ def test_mxfp4_unpacks_exactly() -> None:
 
 def test_mxfp4_example_of_the_packed_model_unpacks_exactly() -> None:
     expected = load_file(HERE / "cases-mxfp4.safetensors")["dequant.example"]
-    tensors = load_file(HERE / "model-mxfp4.safetensors")
+    tensors = load_file(HERE / "experts-mxfp4.safetensors")
     candidates = [
         mxfp4.unpack(packed, tensors[name.replace("_packed", "_scale")], torch.float32)
         for name, packed in tensors.items()

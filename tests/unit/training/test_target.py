@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from tests.golden.k3.twin import mxfp4_tensors
 from tests.model_runner import Pools, solo_stage
 from training import mxfp4
 from training.dims import Dims
@@ -23,14 +24,14 @@ GOLDEN = Path(__file__).parents[2] / "golden/k3"
 CPU = torch.device("cpu")
 
 
-def load(config: str, weights: str) -> tuple[Dims, dict[str, torch.Tensor]]:
+def load(config: str, tensors: dict[str, torch.Tensor]) -> tuple[Dims, dict[str, torch.Tensor]]:
     dims = Dims.of(json.loads((GOLDEN / config).read_text()))
-    return dims, from_hf(load_file(GOLDEN / weights), dims.kda_heads)
+    return dims, from_hf(tensors, dims.kda_heads)
 
 
 @pytest.fixture(scope="module")
 def nano() -> tuple[Dims, dict[str, torch.Tensor]]:
-    return load("config.json", "model.safetensors")
+    return load("config.json", load_file(GOLDEN / "model.safetensors"))
 
 
 def logits_of(
@@ -53,7 +54,7 @@ def test_packed_documents_give_the_golden_logits_each_on_its_own(nano) -> None:
 
 def test_packed_experts_give_the_golden_logits() -> None:
     cases = load_file(GOLDEN / "cases-mxfp4.safetensors")
-    model = load("config-mxfp4.json", "model-mxfp4.safetensors")
+    model = load("config-mxfp4.json", mxfp4_tensors())
     (logits,) = logits_of(*model, [cases["mxfp4.input_ids"]])
     assert (logits - cases["mxfp4.logits"]).abs().max() < 1e-4
 
