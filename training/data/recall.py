@@ -1,7 +1,7 @@
 """Recall documents: facts hidden in filler, then questions as further turns.
 
 Filler is paragraphs of filler.txt.xz (60 %) and grammar sentences (40 %), one a line. A line ends in a newline, where
-tokenizer's pattern always splits, so encoded lines may be concatenated.
+the tokenizer's pattern always splits, so encoded lines may be concatenated.
 """
 
 import lzma
