@@ -1,7 +1,7 @@
 """The decode instances a sender knows: connected once, with every list prepared, dropped as a whole.
 
-A lost peer is forgotten only when no handle towards it lives; a new `ConnectPeer` for it waits until then, and a moment
-longer, because adding an agent right after removing it is known to race inside the library.
+A lost peer is forgotten only when no handle towards it lives; a new `ConnectPeer` for its agents waits until then, and
+a moment longer, because adding an agent right after removing it is known to race inside the library.
 """
 
 from __future__ import annotations
@@ -81,8 +81,13 @@ class Peers:
             old = self.known.get(peer_id)
             if old is not None and old.is_lost:
                 continue
+            holder = self._holder(waiting.command) if old is None else None
+            if holder is not None and holder.is_lost:
+                continue
             error = ""
-            if old is None:
+            if holder is not None:
+                error = f"agents of {peer_id} belong to peer {holder.peer_id}, which is connected"
+            elif old is None:
                 if now < self._removed_at + RECONNECT_PAUSE_S:
                     continue
                 try:
@@ -109,6 +114,11 @@ class Peers:
     def clear(self) -> None:
         """The agent is gone, and with it everything about peers."""
         self.known.clear()
+
+    def _holder(self, command: plan_pb2.ConnectPeer) -> Peer | None:
+        """A peer that already has one of the announced agents; loading an agent twice would break the first."""
+        names = {endpoint.agent_name for endpoint in command.ranks}
+        return next((p for p in self.known.values() if names & set(p.agents.values())), None)
 
     def _connect(self, agent: TransferAgent, command: plan_pb2.ConnectPeer) -> Peer:
         if len(self.known) >= MAX_PEERS:

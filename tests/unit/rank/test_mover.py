@@ -248,6 +248,25 @@ def test_a_peer_that_cannot_be_reached_is_reported():
     assert "gone" in answer.error
 
 
+def test_a_stranger_cannot_take_the_agents_of_a_connected_peer():
+    net = running(Net())
+    net.connect("stranger")
+    assert all(PEER in node.heard("peer_connected")[-1].error for node in net.out)
+    net.until(lambda: all(node.heard("arrived") for node in net.into))
+    net.assert_received()
+
+
+def test_agents_of_a_lost_peer_are_connected_again_once_it_is_forgotten():
+    net = running(Net(fabric=Script(rest=Fate(delay_s=0.5))))
+    net.run(0.05)
+    for node in net.out:
+        node.tell(drop_peer=plan_pb2.DropPeer(peer_id=PEER))
+    net.turn()
+    net.connect("again")
+    assert all(node.heard("peer_connected")[-1].error == "" for node in net.out)
+    assert all(node.heard("quiet") for node in net.out)
+
+
 def test_a_geometry_that_does_not_fit_is_reported():
     net = Net(decode=sharding(3, cp=2))
     net.decode = sharding(3)
