@@ -228,7 +228,6 @@ class Incarnation:
         cap = self._deployment.config.transfer.quarantine_cap
         while True:
             await asyncio.sleep(TICK_S)
-            self._metrics.transfer.leases_active.set(self.intake.n_transfers)
             if self.intake.crash is not None:
                 raise self.intake.crash
             if self.intake.needs_fence(cap):

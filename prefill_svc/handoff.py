@@ -183,7 +183,7 @@ class Handoff:
         transfer_id = destination.transfer_id
         if self._quiet.is_over(transfer_id) or self._quiet.is_draining(transfer_id):
             text = f"transfer {transfer_id:#x} was given up before its destination came"
-            self._drain(export, RequestAborted(text))
+            self._drain(export, RequestAborted(text, code="fenced"))
             return
         if export.destination is not None or transfer_id in self._by_transfer:
             text = (

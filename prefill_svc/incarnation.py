@@ -271,10 +271,14 @@ class Incarnation:
         for sent in export.sent.values():
             for pool, n_bytes in sent.bytes.items():
                 transfer.bytes.labels(_BYTE_KINDS.get(pool, "kda")).inc(n_bytes)
+        code = "aborted" if export.error is None else export.error.code
+        if code == "fenced":
+            transfer.fenced_writes.inc()
+        if code == "self_fence":
+            transfer.leases_expired.inc()
         if export.tail_s is not None:
             transfer.seconds.observe(export.tail_s)
         elif export.destination is not None:
-            code = "aborted" if export.error is None else export.error.code
             transfer.failures.labels(_FAILURES.get(code, "handle")).inc()
 
     # ------------------------------------------------------------ what is going on
@@ -307,6 +311,7 @@ class Incarnation:
 _BYTE_KINDS = {"latent": "kv", "kda": "kda", "conv": "kda", "draft": "draft"}
 _FAILURES = {
     "aborted": "aborted",
+    "draining": "aborted",
     "transfer_stalled": "stalled",
     "peer_lost": "peer_lost",
     "self_fence": "lease",

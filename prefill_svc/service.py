@@ -7,6 +7,7 @@ drains what was posted, on its own. Health, reflection and InstanceService are t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from prefill_svc.driver import PrefillEngine
 from prefill_svc.export import Export
 from prefill_svc.incarnation import Incarnation
 from prefill_svc.stream import ResponseStream
+
+log = logging.getLogger("k3.prefill")
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 FIRST_MESSAGE_TIMEOUT_S = 10.0
@@ -71,7 +74,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             reader.cancel()
             life.handoff.lost(export)
-            await asyncio.gather(reader, return_exceptions=True)
+            (ended,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(ended, Exception):
+                log.error("reading a call failed with a bug", exc_info=ended)
         if stream.error is not None:
             raise stream.error
 

@@ -138,6 +138,7 @@ class EngineMetrics:
         """Set every gauge from a load snapshot."""
         self.load.show(load)
         self.transfer.in_flight.set(load.transfers)
+        self.transfer.leases_active.set(load.transfers)  # every transfer that runs has a lease
 
     def aliases(self) -> list[Alias]:
         """vLLM's names for what this role measures."""

@@ -16,6 +16,7 @@ from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import common_pb2, plan_pb2, prefill_pb2
 from prefill_svc.deployment import Deployment
 from prefill_svc.driver import PrefillEngine
+from prefill_svc.export import Export, Phase
 from tests.sim.prefill_ranks import Clock, Stream, connect_request
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "k3"
@@ -87,7 +88,9 @@ class World:
         self.groups: list[Group] = []
         self.clock = Clock()
         self.deployment = Deployment.of(config, "digest")
-        self.engine = PrefillEngine(self.deployment, self.make_group, PrefillMetrics(), self.clock)
+        self.metrics = PrefillMetrics()
+        self.engine = PrefillEngine(self.deployment, self.make_group, self.metrics, self.clock)
+        self.export: Export | None = None  # of the newest request
 
     def make_group(self, setup: plan_pb2.Setup, on_progress: OnProgress) -> Group:
         self.groups.append(Group(setup, on_progress))
@@ -113,8 +116,20 @@ class World:
             sampling=common_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
             layout_fingerprint=self.deployment.layout_fingerprint,
         )
-        self.engine.open(start, stream)
+        _life, self.export = self.engine.open(start, stream)
         return stream
+
+    def point(self, transfer_id: int) -> None:
+        """Decode names a destination for the newest request."""
+        destination = prefill_pb2.Destination(
+            transfer_id=transfer_id, nonce=6, generation=1, pages=[0], state_slot=0, lease_s=60.0
+        )
+        assert self.export is not None
+        message = prefill_pb2.PrefillRequest(destination=destination)
+        self.engine.life().handoff.receive(self.export, message)
+
+    def counted(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5.0):
@@ -226,6 +241,41 @@ async def test_an_unanswered_plan_shows_as_a_stall() -> None:
     assert not world.engine.is_stalled()
     world.clock.now_s += 30.0
     assert world.engine.is_stalled()
+    await world.engine.stop()
+    await driver
+
+
+async def test_a_transfer_whose_heartbeats_are_not_echoed_counts_as_an_expired_lease() -> None:
+    world = World()
+    driver = await world.start()
+    await world.connect()
+    stream = world.open()
+    world.point(transfer_id=5)
+    assert world.engine.load().transfers == 1
+    world.clock.now_s += world.deployment.config.transfer.self_fence_s
+    assert world.export is not None
+    await world.until(lambda: world.export.phase is Phase.DRAINING)
+    world.clock.now_s += world.deployment.config.transfer.drain_s
+    await world.until(lambda: stream.is_finished)
+    assert world.counted("k3_transfer_leases_expired_total") == 1
+    await world.engine.stop()
+    await driver
+
+
+async def test_a_destination_that_was_given_up_before_it_came_is_fenced_and_counted() -> None:
+    world = World()
+    driver = await world.start()
+    await world.connect()
+    stream = world.open()
+    life = world.engine.life()
+    request = prefill_pb2.QuiesceRequest(
+        instance_id="d1", prefill_instance_id=life.instance_id, transfer_ids=[5]
+    )
+    assert life.handoff.quiesce(request) == [prefill_pb2.QUIESCE_STATE_QUIESCED]
+    world.point(transfer_id=5)
+    assert stream.error is not None
+    assert stream.error.code == "fenced"
+    assert world.counted("k3_transfer_fenced_writes_total") == 1
     await world.engine.stop()
     await driver
 

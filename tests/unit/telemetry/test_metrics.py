@@ -121,3 +121,10 @@ def test_a_new_identity_replaces_the_old_one():
     text = generate_latest(common.registry).decode()
     assert 'layout_fingerprint="cc"' in text
     assert 'layout_fingerprint="bb"' not in text
+
+
+@pytest.mark.parametrize("role", [metrics.PrefillMetrics, metrics.DecodeMetrics])
+def test_both_sides_show_their_destinations_under_a_lease(role):
+    made = role()
+    made.show(instance_pb2.Load(transfers=3))
+    assert made.registry.get_sample_value("k3_transfer_leases_active") == 3
