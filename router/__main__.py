@@ -30,6 +30,7 @@ from k3.telemetry.metrics import RouterMetrics
 from router.admin import Admin
 from router.admission import Admission
 from router.app import admin_app, public_app
+from router.connection import Connection
 from router.fleet.attempt import Dispatcher
 from router.fleet.instance import Role
 from router.fleet.pairing import make_rules
@@ -123,7 +124,8 @@ class Router:
         self.drain = Drain()
         self._threads = ThreadPoolExecutor(N_TEXT_THREADS, thread_name_prefix="text")
         fleet = config.fleet
-        self._channels = ChannelPool(client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key))
+        tls = client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key)
+        self._channels = ChannelPool(tls, fleet.connect_timeout_s)
         self.serving = self._serving()
 
     async def run(self, public: socket.socket, admin: socket.socket) -> None:
@@ -229,6 +231,7 @@ def _server(app: ASGIApp) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
+            http=Connection,
             access_log=False,
             log_config=None,
             lifespan="off",

@@ -19,7 +19,6 @@ from k3.rpc.client import ChannelPool, call_metadata
 from k3.rpc.status import ERROR_CODE, from_rpc_error
 from k3.v1 import prefill_pb2, prefill_pb2_grpc
 
-DIAL_DEADLINE_S = 2.0
 CONNECT_DEADLINE_S = 20.0  # every prefill rank loads our agents and makes connections
 QUIESCE_DEADLINE_S = 3.0
 OUTGOING_LIMIT = 256

@@ -17,6 +17,7 @@ from k3.errors import Unavailable
 from k3.telemetry.tracing import Scope, outgoing
 
 MAX_MESSAGE_BYTES = 64 << 20  # prompts of a million ids fit; tensors never travel over gRPC
+CONNECT_TIMEOUT_S = 2.0
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -30,7 +31,6 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the deadline of one connection attempt
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 
@@ -56,19 +56,26 @@ def client_tls(ca: str, cert: str, key: str) -> ClientTls | None:
 
 
 class ChannelPool:
-    """One channel per address, made on first use. Owns them: `close` ends all calls on them."""
+    """One channel per address, made on first use. Owns them: `close` ends all calls on them.
 
-    def __init__(self, tls: ClientTls | None = None) -> None:
+    connect_timeout_s: limit of one dial.
+    """
+
+    def __init__(
+        self, tls: ClientTls | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> None:
         self._tls = tls
+        dial = ("grpc.min_reconnect_backoff_ms", max(1, round(connect_timeout_s * 1000)))
+        self._options = (*OPTIONS, dial)  # gRPC's name for it
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port); does not dial. Raises OSError when a TLS file is unreadable."""
         if address not in self._channels:
             self._channels[address] = (
-                grpc.aio.insecure_channel(address, OPTIONS)
+                grpc.aio.insecure_channel(address, self._options)
                 if self._tls is None
-                else grpc.aio.secure_channel(address, self._tls.credentials(), OPTIONS)
+                else grpc.aio.secure_channel(address, self._tls.credentials(), self._options)
             )
         return self._channels[address]
 

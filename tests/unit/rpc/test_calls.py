@@ -197,3 +197,24 @@ async def test_two_servers_do_not_share_a_port():
 async def test_a_host_of_another_machine_is_a_configuration_error(host):
     with pytest.raises(errors.ConfigError, match="give an address of this machine"):
         server.bind(server.make_server(1), ServeConfig(host=host, port=0))
+
+
+async def test_a_dial_is_given_up_after_the_configured_time():
+    deaf = socket.socket()  # its backlog is full: what dials it hears nothing at all
+    deaf.bind(("127.0.0.1", 0))
+    deaf.listen(0)
+    port = deaf.getsockname()[1]
+    fill = [socket.socket() for _ in range(4)]
+    for sock in fill:
+        sock.setblocking(False)
+        sock.connect_ex(("127.0.0.1", port))
+    pool = client.ChannelPool(connect_timeout_s=0.2)
+    stub = instance_pb2_grpc.InstanceServiceStub(pool.channel(f"127.0.0.1:{port}"))
+    try:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Describe(instance_pb2.DescribeRequest(), timeout=1.5)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # not DEADLINE_EXCEEDED
+    finally:
+        await pool.close()
+        for sock in (deaf, *fill):
+            sock.close()
