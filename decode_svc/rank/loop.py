@@ -14,9 +14,12 @@ from typing import assert_never
 
 from decode_svc.capacity import table_width
 from decode_svc.ledger import Ledger
+from decode_svc.rank.drafting import Drafting
 from decode_svc.rank.graphs import Eager
 from decode_svc.rank.rows import DUMMY_SLOT, RowTable
 from decode_svc.rank.step import Outcome, VerifyStep, apply_rows
+from k3.config import speculation
+from k3.model.draft_ring import DraftRing
 from k3.rank.context import RankContext
 from k3.rpc.convert import token_to_proto
 from k3.v1 import plan_pb2
@@ -57,6 +60,7 @@ class DecodeRank:
             max_rows=max_rows,
             group=group,
             depth=config.schedule.depth,
+            drafting=_drafting(context, self._table),
         )
         self._max_rows = max_rows
         self._last_step = 0
@@ -82,6 +86,10 @@ class DecodeRank:
             )
         self._last_step = plan.step_id
         apply_rows(self._table, plan)
+        drafting = [row for row in plan.open_rows if row.draft_len]
+        self._step.open(
+            [row.row for row in drafting], max((row.base for row in drafting), default=0)
+        )
         rows = [row.row for row in plan.verify_rows]
         outcome = self._step.launch(rows, max(row.base_bound for row in plan.verify_rows))
         return Launched(plan, outcome, received_s)
@@ -130,6 +138,14 @@ def run(context: RankContext) -> None:
                 context.plans.send(plan_pb2.RankMessage(result=rank.answer(oldest)))
             else:
                 oldest.outcome.event.synchronize()
+
+
+def _drafting(context: RankContext, table: RowTable) -> Drafting | None:
+    pool, drafter, config = context.storage.draft, context.drafter, context.config
+    if drafter is None or pool is None:
+        return None
+    ring = DraftRing(pool, speculation.places(config, context.spec), config.spec.draft_window)
+    return Drafting(drafter, ring, table)
 
 
 def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_pb2.FrontMessage]:

@@ -21,6 +21,7 @@ from k3.v1 import plan_pb2
 DUMMY_ROW = 0
 DUMMY_SLOT = 0
 NO_PAGE = -1  # beyond a request's pages: never written
+NO_ROWS = 1 << 62  # first position with a draft row, of a row that has none
 DUMMY = RowSampling(SamplingParams(temperature=0.0))
 
 
@@ -38,6 +39,7 @@ class RowTable:
         self.drafts_RK = torch.zeros(n_rows, draft_tokens, dtype=torch.int64, device=device)
         self.draft_len_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self.read_column_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self.draft_start_R = torch.full((n_rows,), NO_ROWS, dtype=torch.int64, device=device)
         self.state_slot_R = torch.full((n_rows,), DUMMY_SLOT, dtype=torch.int64, device=device)
         self.pages_RW = torch.full((n_rows, width), NO_PAGE, dtype=torch.int32, device=device)
         self.version = 0
@@ -57,6 +59,7 @@ class RowTable:
         self.base_R[row.row] = row.base
         self.anchor_R[row.row] = row.anchor
         self.draft_len_R[row.row] = row.draft_len
+        self.draft_start_R[row.row] = 0 if row.draft_valid else row.base
         self.read_column_R[row.row] = 0
         self.state_slot_R[row.row] = row.state_slot
         pages = torch.tensor(row.pages, dtype=torch.int32, device=self.device)
@@ -119,3 +122,7 @@ class RowTable:
         self.anchor_R[rows_B] = bonus_B
         self.read_column_R[rows_B] = accepted_B
         self.base_R[DUMMY_ROW] = 0
+
+    def propose(self, rows_B: Tensor, drafts_BK: Tensor) -> None:
+        """Overwrite the drafts that the next group checks."""
+        self.drafts_RK[rows_B] = drafts_BK

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from decode_svc.ledger import Ledger
+from decode_svc.rank.drafting import Drafting
 from decode_svc.rank.graphs import GraphRunner
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
 from decode_svc.rank.tables import GroupBatch, TableBuffers
@@ -72,8 +73,10 @@ class VerifyStep:
         max_rows: int,
         group: int,
         depth: int,
+        drafting: Drafting | None = None,
     ) -> None:
-        """depth: outcomes that may be unread at once."""
+        """depth: outcomes that may be unread at once. drafting: proposes drafts, where there is a drafter."""
+        self._drafting = drafting
         self._stage = stage
         self._caches = caches
         self._table = table
@@ -100,7 +103,7 @@ class VerifyStep:
         """
         table, bucket = self._table, self._runner.bucket(len(rows))
         self._compose(tuple(rows), bucket)
-        batch, logits, forward_s = self._runner.run(
+        batch, logits, taps, forward_s = self._runner.run(
             bucket, lambda: self._forward(bucket, max_base + self.group)
         )
         counts = [table.counts(row) for row in rows]
@@ -108,6 +111,10 @@ class VerifyStep:
         drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
         bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
         table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
+        if self._drafting is not None:
+            self._drafting.advance(
+                batch.rows_B, batch.base_B, accepted_B, taps, max_base + self.group
+            )
         for b, seen in enumerate(counts):
             if seen is not None:  # such rows have no drafts: one token
                 seen.add(drawn_BG[b, :1])
@@ -127,13 +134,18 @@ class VerifyStep:
         self._recipe = Recipe(sampling, group=self.group, device=self._table.device)
         self._composition = composition
 
-    def _forward(self, bucket: int, max_len: int) -> tuple[GroupBatch, Tensor, float]:
-        """The step's batch, its logits, and the seconds the model took (of the launch, on a GPU)."""
+    def open(self, rows: Sequence[int], max_base: int) -> None:
+        """Propose the first drafts of rows that were just opened. max_base: upper bound of their bases."""
+        if self._drafting is not None:
+            self._drafting.open(rows, max_base)
+
+    def _forward(self, bucket: int, max_len: int) -> tuple[GroupBatch, Tensor, Tensor, float]:
+        """The step's batch, its logits and taps, and the seconds the model took (of the launch, on a GPU)."""
         batch = self._buffers.derive(bucket, max_len)
         stage, started = self._stage, time.perf_counter()
-        frame = stage.forward(None, self._caches, batch.verify).frame
+        frame, taps = stage.forward(None, self._caches, batch.verify)
         logits = stage.logits(stage.hidden(frame))
-        return batch, logits, time.perf_counter() - started
+        return batch, logits, taps, time.perf_counter() - started
 
     def _judge(
         self, batch: GroupBatch, logits_TV: Tensor, counts: Sequence[TokenCounts | None]

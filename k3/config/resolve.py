@@ -13,6 +13,7 @@ from pathlib import Path
 
 import k3
 from k3.cache.layout import build_layout
+from k3.config import speculation
 from k3.config.tree import EngineConfig, ModelConfig, RouterConfig
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
@@ -47,6 +48,14 @@ def resolve_model(model: ModelConfig, machine: Machine) -> ModelConfig:
     return replace(model, path=str(path), name=name, device=device, dtype=dtype)
 
 
+def resolve_drafter(drafter: str, model_path: str) -> str:
+    """A folder: inside the model's folder when there is one of that name, else a path."""
+    if not drafter:
+        return ""
+    inside = Path(model_path) / drafter
+    return str(inside if inside.is_dir() else Path(drafter).expanduser().resolve())
+
+
 def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
     """The router's tree: only the model section has open values."""
     return replace(config, model=resolve_model(config.model, machine))
@@ -57,9 +66,11 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
     cache, backends, schedule = config.cache, config.backends, config.schedule
     extra = schedule.max_queue if config.role == "prefill" else 1  # decode keeps one dummy slot
     n_ranks = config.parallel.pp * config.parallel.tp * config.parallel.cp
+    model = resolve_model(config.model, machine)
     return replace(
         config,
-        model=resolve_model(config.model, machine),
+        model=model,
+        spec=replace(config.spec, drafter=resolve_drafter(config.spec.drafter, model.path)),
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(
             backends,
@@ -73,7 +84,10 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
 
 
 def resolve_sizes(config: EngineConfig, spec: K3Spec) -> EngineConfig:
-    """Pages of a pool and the longest request. `config` must have passed the refusals."""
+    """Pages of a pool, the longest request, the draft window. `config` must have passed the refusals."""
+    if speculation.places(config, spec):
+        tokens = speculation.window(config, spec)
+        config = replace(config, spec=replace(config.spec, draft_window=tokens))
     cache, parallel = config.cache, config.parallel
     longest = config.model.max_model_len or spec.max_position_embeddings
     pages = cache.pages or pages_in_memory(config, spec)
@@ -94,7 +108,14 @@ def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
     cache = config.cache
     return min(
         build_layout(
-            spec, mesh, stage, page_tokens=cache.page_tokens, dtype=config.model.dtype
+            spec,
+            mesh,
+            stage,
+            page_tokens=cache.page_tokens,
+            dtype=config.model.dtype,
+            columns=speculation.snapshots(config),
+            draft=speculation.drafter(config),
+            draft_places=speculation.places(config, spec),
         ).pages_for(cache.memory_bytes, cache.state_slots)
         for stage in range(mesh.pp)
     )

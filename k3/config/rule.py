@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from k3.config import speculation
 from k3.config.keys import flatten
 from k3.config.resolve import pages_in_memory
 from k3.config.tree import EngineConfig, ModelConfig
@@ -165,10 +166,29 @@ def indivisible(fit: Fit) -> str | None:
     return f"tp * cp = {n} does not divide {', '.join(bad)}" if bad else None
 
 
+def unfit_drafter(fit: Fit) -> str | None:
+    """Why the drafter cannot serve this model with this configuration."""
+    c = fit.config
+    try:
+        draft = speculation.drafter(c)
+        if draft is None:
+            return None
+        draft.check_target(fit.spec)
+        if c.spec.draft_tokens:
+            draft.block(c.spec.draft_tokens)
+    except ModelError as error:
+        return str(error)
+    n = c.parallel.tp * c.parallel.cp
+    bad = [f"{size} {axis}" for axis, size in draft.split_axes().items() if size % n]
+    return f"tp * cp = {n} does not divide the drafter's {', '.join(bad)}" if bad else None
+
+
 def no_page_fits(fit: Fit) -> bool:
     """Whether the memory holds not even one page; only where a rank's share is defined at all."""
     c = fit.config
-    has_share = not indivisible(fit) and c.parallel.pp <= fit.spec.num_layers
+    has_share = (
+        not indivisible(fit) and not unfit_drafter(fit) and c.parallel.pp <= fit.spec.num_layers
+    )
     return not c.cache.pages and has_share and pages_in_memory(c, fit.spec) < 1
 
 

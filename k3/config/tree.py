@@ -102,9 +102,18 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """Speculation (decode)."""
+    """Speculation: decode proposes and verifies, prefill hands the drafter's context over."""
 
-    draft_tokens: int = key(0, "drafts per verify group; 0 = no speculation", least=0, most=15)
+    draft_tokens: int = key(
+        0, "drafts per verify group (decode); 0 = no speculation", least=0, most=15
+    )
+    drafter: str = key("", "drafter folder, also relative to model.path; give it to both services")
+    draft_window: int = key(
+        0,
+        "tokens before the anchor a drafter reads (decode); 0 = the longest request",
+        unit="tokens",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,15 @@ class DraftSpec:
             )
         return self.block_size
 
+    def split_axes(self) -> dict[str, int]:
+        """What is split over the ranks of a stage: name -> size."""
+        axes = {"attention heads": self.n_heads, "feed-forward columns": self.intermediate_size}
+        match self.attention:
+            case MlaDraft():
+                return axes
+            case GqaDraft(n_kv_heads=heads):
+                return axes | {"key heads": heads}
+
     def place_shape(self, page_tokens: int, shards: int) -> tuple[int, ...]:
         """Rows of one page on one of `shards` ranks.
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from k3.cache.layout import CacheLayout
     from k3.cache.storage import Storage
     from k3.device import Device
+    from k3.model.dspark import DraftContext, Drafter
     from k3.model.k3 import Stage
     from k3.parallel.collectives import Groups
 
@@ -63,6 +64,7 @@ class RankContext:
 
     groups: the collectives of this rank (its stage, its context-parallel group, the pipeline).
     stage: the layers of this rank, weights loaded. storage: its pools, registered with the mover's agent.
+    draft_context: writes draft rows (prefill, last stage). drafter: proposes (decode, last stage).
     """
 
     config: EngineConfig
@@ -77,3 +79,5 @@ class RankContext:
     storage: Storage
     plans: PlanEnd
     mover: MoverHandle
+    draft_context: DraftContext | None = None
+    drafter: Drafter | None = None

@@ -1,0 +1,58 @@
+"""Speculation on one rank: context rows of what was accepted, then the next drafts, all into the row table.
+
+The first drafts of a request are proposed when its row is opened, on the rows prefill handed over, or on none. Rows of
+rejected drafts are never stored. Nothing here waits for the host.
+Letters: B rows, G group tokens, K drafts, T = B * G, X taps, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode_svc.rank.rows import DUMMY_ROW, RowTable
+from k3.model.draft_ring import DraftRing
+from k3.model.dspark import Drafter
+
+
+class Drafting:
+    """Owns the ring's content; the state slot of a row is also its ring."""
+
+    def __init__(self, drafter: Drafter, ring: DraftRing, table: RowTable) -> None:
+        self._drafter = drafter
+        self._ring = ring
+        self._table = table
+        self._offsets_G = torch.arange(1 + drafter.draft_tokens, device=table.device)
+
+    def open(self, rows: Sequence[int], max_base: int) -> None:
+        """First drafts of rows that were just opened. max_base: upper bound of their bases."""
+        if rows:
+            rows_B = torch.tensor(list(rows), dtype=torch.int64, device=self._table.device)
+            self._propose(rows_B, max_base)
+
+    def advance(
+        self, rows_B: Tensor, base_B: Tensor, accepted_B: Tensor, taps_TXD: Tensor, max_base: int
+    ) -> None:
+        """After the rows were committed: store what was accepted, propose what comes next.
+
+        base_B: where the judged groups began. max_base: upper bound of the new bases.
+        """
+        position_BG = base_B.unsqueeze(1) + self._offsets_G
+        keep_BG = self._offsets_G <= accepted_B.unsqueeze(1)
+        keep_BG = keep_BG & (rows_B != DUMMY_ROW).unsqueeze(1)
+        slot_BG = self._table.state_slot_R[rows_B].unsqueeze(1).expand_as(position_BG)
+        position_T = position_BG.flatten()
+        rows = self._drafter.context(taps_TXD, position_T)
+        self._ring.write(rows, slot_BG.flatten(), position_T, keep_BG.flatten())
+        self._propose(rows_B, max_base)
+
+    def _propose(self, rows_B: Tensor, max_base: int) -> None:
+        table = self._table
+        base_B = table.base_R[rows_B]
+        context = self._ring.read(
+            table.state_slot_R[rows_B], table.draft_start_R[rows_B], base_B, max_base
+        )
+        drafts_BK = self._drafter.propose(context, table.anchor_R[rows_B], base_B)
+        table.propose(rows_B, drafts_BK)
