@@ -25,7 +25,7 @@ from training.data.problems import (
 
 _N_ITEMS = 200
 _PER_SKELETON = 8
-_LARGE_BYTES = 400_000
+_LARGE_BYTES = 100_000
 
 
 def line(item: Item) -> str:
