@@ -1,10 +1,13 @@
 """Laws of the ledger: every position has one place, and nothing else has it."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from decode_svc.capacity import global_to_local, local_to_global, table_width, worst_len
 from decode_svc.ledger import Ledger, group_share
+
+pytestmark = pytest.mark.helix
 
 ledgers = st.builds(Ledger, st.integers(1, 9), st.integers(1, 6))
 lengths = st.integers(0, 400)

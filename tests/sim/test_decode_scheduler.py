@@ -28,7 +28,7 @@ class Simulation(RuleBasedStateMachine):
     """Few pages, fewer rows than slots, two kinds of groups and depths."""
 
     @initialize(
-        cp=st.sampled_from([1, 2]), depth=st.sampled_from([1, 2]), k=st.sampled_from([0, 3])
+        cp=st.sampled_from([1, 2, 4]), depth=st.sampled_from([1, 2]), k=st.sampled_from([0, 3])
     )
     def begin(self, cp: int, depth: int, k: int) -> None:
         self.limits = Limits(max_queue=4, max_model_len=MAX_LEN, depth=depth, draft_tokens=k)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.compare import assert_close
 
+pytestmark = pytest.mark.helix
+
 HERE = Path(__file__).parent
 ATOL = 1e-12
 

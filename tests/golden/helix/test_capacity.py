@@ -21,6 +21,8 @@ from k3.cache.slots import SlotPool
 from k3.errors import RequestRejected
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
 
+pytestmark = pytest.mark.helix
+
 HERE = Path(__file__).parent
 CAPACITY = json.loads((HERE / "capacity.json").read_text())
 ADMISSION = json.loads((HERE / "admission.json").read_text())

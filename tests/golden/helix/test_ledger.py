@@ -11,6 +11,8 @@ from k3_kernels.reference.tables import verify_tables
 from decode_svc.capacity import worst_len
 from decode_svc.ledger import Ledger, group_share
 
+pytestmark = pytest.mark.helix
+
 HERE = Path(__file__).parent
 
 

@@ -9,6 +9,8 @@ import pytest
 from k3.bench.cost import PRESETS, Hardware, Layout, Load, Sizes, break_even, capacity, step_cost
 from k3.model.spec import K3Spec
 
+pytestmark = pytest.mark.helix
+
 HERE = Path(__file__).parent
 TABLE = json.loads((HERE / "roofline.json").read_text())
 REAL = HERE.parents[2] / "docs" / "examples" / "kimi-k3-config.json"

@@ -11,6 +11,8 @@ import pytest
 import torch
 from k3_kernels.reference.tables import local_len, verify_tables
 
+pytestmark = pytest.mark.helix
+
 HERE = Path(__file__).parent
 GROUPS = json.loads(lzma.decompress((HERE / "verify_groups.json.xz").read_bytes()))
 FORMS = json.loads((HERE / "closed_forms.json").read_text())

@@ -12,6 +12,8 @@ from k3.bench import roofline
 from k3.bench.cost import PRESETS, Load
 from k3.errors import ConfigError
 
+pytestmark = pytest.mark.helix
+
 REAL = Path(__file__).parents[3] / "docs" / "examples" / "kimi-k3-config.json"
 
 

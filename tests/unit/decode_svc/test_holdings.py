@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from decode_svc.deployment import Deployment
 from decode_svc.holdings import holdings, overview
 from decode_svc.ledger import Ledger
@@ -12,6 +14,8 @@ from k3.cache.slots import SlotPool
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
 from tests.sim.decode_world import NANO
+
+pytestmark = pytest.mark.helix
 
 P = 16
 CONFIG = EngineConfig(

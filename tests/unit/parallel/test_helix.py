@@ -22,6 +22,8 @@ from tests.model_runner import CPU, OPS, Pools, solo_stage
 from tests.thread_group import mesh_groups, run_group
 from tests.unit.parallel.worker import NANO
 
+pytestmark = pytest.mark.helix
+
 PAGE, GROUP, SLOT = 4, 3, 1
 
 
