@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from k3.bench.suites import Item, longest_answer, read
-from router.text.export import export
 from training.card import card
 from training.chat import CHAT_FORMAT
 from training.evaluate import Model
@@ -22,7 +21,11 @@ from training.recipe import Recipe
 
 
 def finish(folder: Path, recipe: Recipe) -> None:
-    """Complete the folder; needs weights, config.json and tiktoken.model in it."""
+    """Complete the folder; needs weights, config.json and tiktoken.model in it, and the extra `router` installed."""
+    from router.text.export import (
+        export,
+    )  # here, so that GPU machines train without the router's packages
+
     if CHAT_FORMAT.parent.resolve() != folder.resolve():
         shutil.copy(CHAT_FORMAT, folder / "chat_format.json")
     config = json.loads((folder / "config.json").read_text())
