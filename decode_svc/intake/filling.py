@@ -205,10 +205,14 @@ class Filling:
                 f"{list(parts.config.allowed)}",
                 code="not_allowed",
             )
-        await parts.is_open.wait()
-        pair = await parts.pairs.get(candidate.address)
         if self.generation and request.reservation is None:
             await self._admitted.wait()  # an earlier reservation is in quarantine
+        await parts.is_open.wait()
+        pair = await parts.pairs.get(candidate.address)
+        if not parts.is_open.is_set():
+            raise ReconnectRequired(
+                "the transfer agents are being rebuilt; the peer knows old ones"
+            )
         attempt = Attempt(request, pair, self._start(), parts.config.times, parts.hooks)
         self.attempt = attempt
         self.caller.opened_s = asyncio.get_running_loop().time()

@@ -38,6 +38,7 @@ class Ranks:
     def __init__(self) -> None:
         self.commands: list[plan_pb2.TransferCommand] = []
         self.plans: list[plan_pb2.StepPlan] = []
+        self.rebuild_s = 0.0  # how long a new transfer agent takes
         self.arrives = True  # whether expected transfers arrive when prefill says committed
         self._results: asyncio.Queue[plan_pb2.StepResult] = asyncio.Queue()
         self._statuses: asyncio.Queue[tuple[int, plan_pb2.TransferStatus]] = asyncio.Queue()
@@ -64,7 +65,8 @@ class Ranks:
         copy.CopyFrom(command)
         self.commands.append(copy)
         if command.HasField("rebuild"):
-            self.tell(plan_pb2.TransferStatus(ready=mover("rebuilt")))
+            ready = plan_pb2.TransferStatus(ready=mover("rebuilt"))
+            asyncio.get_running_loop().call_later(self.rebuild_s, self.tell, ready)
 
     async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
         rank, status = await self._statuses.get()

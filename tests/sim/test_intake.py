@@ -689,6 +689,24 @@ def test_a_request_that_connects_during_the_fence_connects_again() -> None:
     play(story)
 
 
+def test_a_connection_made_while_agents_are_rebuilt_is_not_used() -> None:
+    async def story(world: World) -> None:
+        gate = world.connect_gate = asyncio.Event()
+        world.ranks.rebuild_s = 1.0
+        caller = world.generate("a:1")
+        await until(lambda: world.connects == ["a:1"])
+        fencing = asyncio.create_task(world.life.intake.fence())
+        await asyncio.sleep(0.5)
+        gate.set()  # the peer has loaded the old agents
+        await fencing
+        events = await world.drain(caller)
+        assert (len(tokens(events)), failures(events)) == (4, [])
+        assert world.connects == ["a:1", "a:1"]
+        await world.settle()
+
+    play(story)
+
+
 def test_slots_that_cannot_be_proven_quiet_end_with_the_hard_fence_too() -> None:
     async def die(call: Call) -> None:
         await call.accept()
