@@ -66,6 +66,20 @@ async def test_another_decode_is_tried_before_the_first_token(
         assert 'k3_router_retries_total{reason="' in metrics
 
 
+async def test_another_decode_is_tried_when_one_goes_down_and_cancels_its_calls(
+    folder: ModelFolder,
+) -> None:
+    decodes = pair_of_decodes([HOLD], [[97]])
+    async with running_router(folder, decodes=decodes) as router:
+        await until(lambda: len(router.router.serving.registry.decode_views()) == 2)
+        asked = asyncio.create_task(router.client.post(TEXT, json=BODY))
+        await until(lambda: bool(decodes[0].requests))
+        await decodes[0].stop()
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == "a"
+
+
 async def test_a_request_that_saw_two_instances_die_is_poison(folder: ModelFolder) -> None:
     decodes = pair_of_decodes([0.0, CUT], [0.0, CUT])
     async with running_router(folder, decodes=decodes) as router:
