@@ -18,11 +18,19 @@ from importlib.metadata import version
 from types import FrameType
 
 from k3.ask import ask
+from k3.bench.suites import read
 from k3.cluster import LocalCluster, MemberFailed, Options
 from k3.errors import ConfigError, K3Error, RequestAborted
 from k3.ports import free_ports, is_free
 
-QUESTION = "Grace reads 18 pages every day. After 2 days, how many of the 269 pages are unread?"
+QUESTION = (
+    "Carlos buys 5 cartons with 17 kites in each. He gives 6 kites to each of 3 boys. "
+    "How many kites does Carlos have left?"
+)
+RECALL = (
+    "passkey_4k"  # the suite whose first item the demo asks: a fact in 4,000 tokens of other text
+)
+SHOWN_CHARS = 300
 ROUTER = ("http-", "fleet-", "admission-")
 EVERYWHERE = ("model", "model-", "telemetry-", "log-")
 ENGINES = ("page-tokens", "cache-page-tokens", "cache-fill-nan", "transfer-", "backends-", "serve-")
@@ -104,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--decodes", type=int, default=1, help="decode instances")
     p.add_argument("--preset", default="tiny-demo", help="of every service; '' = none")
     p.add_argument("--ask", metavar="TEXT", help="start, ask one question, print the answer, stop")
-    p.add_argument("--demo", action="store_true", help="--ask with a built-in question, any port")
+    p.add_argument("--demo", action="store_true", help="--ask two built-in questions, any port")
     p.add_argument("--check", action="store_true", help="print configurations and refusals; 0 or 2")
     p.add_argument(
         "--logs", action="store_true", help="show the services' logs (default unless --ask)"
@@ -157,7 +165,7 @@ def curl_line(url: str) -> str:
 
 def answer(cluster: LocalCluster, question: str, stop: Stop) -> None:
     """Ask, show the answer as it comes and its figures. RequestAborted at a signal."""
-    say(f"\n> {question}\n")
+    say(f"\n> {shortened(question)}\n")
     in_reasoning = False
 
     def show(piece: str, is_reasoning: bool) -> None:
@@ -176,8 +184,21 @@ def answer(cluster: LocalCluster, question: str, stop: Stop) -> None:
     )
 
 
-def run(cluster: LocalCluster, question: str | None, deadline_s: float, stop: Stop) -> int:
-    """Start, then answer one question or serve until a signal; the exit code."""
+def shortened(question: str) -> str:
+    """A question to print: of a long one its first and its last line."""
+    lines = question.splitlines()
+    if len(question) <= SHOWN_CHARS or len(lines) < 3:
+        return question
+    return f"{lines[0]}\n  [{len(lines) - 2} more lines, {len(question)} characters in all]\n  {lines[-1]}"
+
+
+def demo_questions() -> tuple[str, ...]:
+    """A word problem and a fact to recall."""
+    return QUESTION, read(RECALL, 1)[0].turns[0]["content"]
+
+
+def run(cluster: LocalCluster, questions: Sequence[str], deadline_s: float, stop: Stop) -> int:
+    """Start, then answer the questions, or without any serve until a signal; the exit code."""
     say(f"starting {', '.join(m.name for m in cluster.members)}")
     cluster.start(
         deadline_s,
@@ -187,8 +208,9 @@ def run(cluster: LocalCluster, question: str | None, deadline_s: float, stop: St
     try:
         if stop.is_asked():
             return 0
-        if question is not None:
+        for question in questions:
             answer(cluster, question, stop)
+        if questions:
             return 0
         say(f"\nready: {cluster.url}/v1   (Ctrl-C stops)\n\n  {curl_line(cluster.url)}\n")
         while not stop.wait(0.5):
@@ -209,8 +231,8 @@ def main() -> None:
             f"--port {free_ports(1, args.host)[0]} is free, --port 0 takes any\n"
         )
         sys.exit(4)
-    question = QUESTION if args.demo else args.ask
-    shows_logs = args.logs or question is None
+    questions = demo_questions() if args.demo else (args.ask,) if args.ask else ()
+    shows_logs = args.logs or not questions
     try:
         flags = split_flags(rest)
         cluster = LocalCluster(
@@ -227,7 +249,7 @@ def main() -> None:
             on_line=(lambda name, line: say(f"[{name}] {line}")) if shows_logs else None,
         )
         code = (
-            check(cluster) if args.check else run(cluster, question, args.start_timeout_s, Stop())
+            check(cluster) if args.check else run(cluster, questions, args.start_timeout_s, Stop())
         )
     except MemberFailed as error:
         sys.stderr.write(f"k3-local: {error}\n")
