@@ -8,7 +8,7 @@ help:   ## this list
 setup:  ## virtual environment, editable install, git hooks
 	@.ci/setup.sh && .ci/hooks.sh
 demo:   ## start the cluster, ask one question, stream the answer, stop
-	@.ci/local.sh --demo
+	@.ci/local.sh --demo --cp 2
 run:    ## router, prefill and decode in the foreground, API on port 8000
 	@.ci/local.sh
 check:  ## format, lint, types, import contracts, wire

@@ -65,6 +65,7 @@ class Reading:
 class Split:
     """Mean seconds of one step at one batch size."""
 
+    cp: int
     batch: int
     n_steps: int
     wall_s: float
@@ -81,9 +82,16 @@ class Split:
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags of this subcommand."""
     p.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="rows decoding at once")
+    p.add_argument(
+        "--cp", type=_sizes, default=(1,), help="sizes of decode's context group, for example 1,2"
+    )
     p.add_argument("--prompt-tokens", type=int, default=16)
     p.add_argument("--output-tokens", type=int, default=256)
     p.add_argument("--json", type=Path, help="write the figures there")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def read(ops: str) -> Reading:
@@ -116,7 +124,7 @@ def together(stretches: list[Reading], batch: int) -> Reading:
     return total
 
 
-async def window(cluster: LocalCluster, batch: int, args: argparse.Namespace) -> Split:
+async def window(cluster: LocalCluster, cp: int, batch: int, args: argparse.Namespace) -> Split:
     """Let `batch` requests decode together; K3Error when they hardly did."""
     info = await asyncio.to_thread(get, cluster.router.ops, "/tokenizer_info")
     vocab = int(json.loads(info.body)["vocab_size"])
@@ -141,13 +149,14 @@ async def window(cluster: LocalCluster, batch: int, args: argparse.Namespace) ->
     if n < 8:
         raise K3Error(f"batch {batch}: {n:g} steps with all rows; raise --output-tokens")
     step, forward = total.step_s / n, total.forward_s / n
-    return Split(batch, int(n), total.at_s / n, forward, step - forward, total.at_s / n - step)
+    return Split(cp, batch, int(n), total.at_s / n, forward, step - forward, total.at_s / n - step)
 
 
 def table(splits: list[Split]) -> Table:
-    """One row per batch size, milliseconds."""
+    """One row per group and batch size, milliseconds."""
     out = Table(title="one decode step, ms")
     names = (
+        "cp",
         "batch",
         "steps",
         "wall",
@@ -161,6 +170,7 @@ def table(splits: list[Split]) -> Table:
     for s in splits:
         times = (s.wall_s, s.forward_s, s.rank_rest_s, s.outside_s)
         row = [
+            str(s.cp),
             str(s.batch),
             str(s.n_steps),
             *(f"{t * 1e3:.2f}" for t in times),
@@ -172,10 +182,12 @@ def table(splits: list[Split]) -> Table:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """0 when every batch size could be measured."""
-    rows = str(max(args.batch))
-    options = Options(decode_flags=("--max-rows", rows), prefill_flags=("--max-rows", rows))
-    with LocalCluster(options) as cluster:
-        splits = [asyncio.run(window(cluster, batch, args)) for batch in args.batch]
+    rows = ("--max-rows", str(max(args.batch)))
+    splits: list[Split] = []
+    for cp in args.cp:
+        options = Options(decode_flags=(*rows, "--cp", str(cp)), prefill_flags=rows)
+        with LocalCluster(options) as cluster:
+            splits += [asyncio.run(window(cluster, cp, batch, args)) for batch in args.batch]
     console.print(table(splits))
     if args.json is not None:
         figures = [asdict(s) | {"own_share": s.own_share} for s in splits]
