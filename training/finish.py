@@ -22,9 +22,8 @@ from training.recipe import Recipe
 
 def finish(folder: Path, recipe: Recipe) -> None:
     """Complete the folder; needs weights, config.json and tiktoken.model in it, and the extra `router` installed."""
-    from router.text.export import (
-        export,
-    )  # here, so that GPU machines train without the router's packages
+    # imported here, so that GPU machines train without the router's packages
+    from router.text.export import export
 
     if CHAT_FORMAT.parent.resolve() != folder.resolve():
         shutil.copy(CHAT_FORMAT, folder / "chat_format.json")
