@@ -99,6 +99,7 @@ def _bare_app(title: str, serving: Serving) -> FastAPI:
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(K3Error, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_error)  # a bug; raised on to `Edge`, which logs it
     return app
 
 

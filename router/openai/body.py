@@ -6,6 +6,7 @@ dotted path. FastAPI's own parsing (and its 422) is not used.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from router.openai.errors import ApiError
 from router.openai.schemas import Body
 
 B = TypeVar("B", bound=Body)
+BODY_S = 60.0  # for a whole body to arrive
 TYPE_ERRORS = ("_type", "_parsing", "_attributes")
 
 
@@ -68,13 +70,20 @@ class BodyReader:
         chunks: list[bytes] = []
         n_bytes = 0
         try:
-            async for chunk in request.stream():
-                n_bytes += len(chunk)
-                if n_bytes > self._max_bytes:
-                    raise too_large
-                chunks.append(chunk)
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    n_bytes += len(chunk)
+                    if n_bytes > self._max_bytes:
+                        raise too_large
+                    chunks.append(chunk)
         except ClientDisconnect as error:
             raise ApiError(400, "the body was cut off", "invalid_json") from error
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"{n_bytes} bytes of the body arrived within {BODY_S:g} s, but not its end",
+                "request_timeout",
+            ) from error
         return b"".join(chunks)
 
     def _unknown(self, body: Body, prefix: str) -> None:

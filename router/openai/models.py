@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import orjson
@@ -43,17 +42,23 @@ async def tokenize(request: Request) -> Response:
     serving: Serving = request.app.state.serving
     body = await serving.reader.read(request, TokenizeRequest)
     serving.check_model(body.model)
-    ids = await serving.in_thread(partial(tokenize_ids, body, serving.folder))
-    tokenizer = serving.folder.tokenizer
-    texts = [token_text(tokenizer.token_bytes(token)) for token in ids]
-    return json_response(
-        {
-            "tokens": ids,
-            "count": len(ids),
-            "max_model_len": serving.limits().max_model_len,
-            "token_strs": texts if body.return_token_strs else None,
-        }
-    )
+    tokenizer, max_model_len = serving.folder.tokenizer, serving.limits().max_model_len
+
+    def answer() -> Response:
+        ids = tokenize_ids(body, serving.folder)
+        texts = (
+            [token_text(tokenizer.token_bytes(i)) for i in ids] if body.return_token_strs else None
+        )
+        return json_response(
+            {
+                "tokens": ids,
+                "count": len(ids),
+                "max_model_len": max_model_len,
+                "token_strs": texts,
+            }
+        )
+
+    return await serving.in_thread(answer)
 
 
 async def detokenize(request: Request) -> Response:
@@ -67,8 +72,12 @@ async def detokenize(request: Request) -> Response:
         raise RequestRejected(
             f"tokens: id {wrong} is outside 0..{tokenizer.vocab_size - 1}", param="tokens"
         )
-    text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is not False)
-    return json_response({"prompt": text})
+    skips = body.skip_special_tokens is not False
+
+    def answer() -> Response:
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=skips)})
+
+    return await serving.in_thread(answer)
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -46,7 +46,13 @@ def render_chat(
         add_generation_prompt=add_generation_prompt is not False,
         continue_final_message=continue_final_message,
     )
-    return folder.template.render([m.model_dump(exclude_none=True) for m in messages], options)
+    try:
+        return folder.template.render([m.model_dump(exclude_none=True) for m in messages], options)
+    except RecursionError as error:
+        raise RequestRejected(
+            "tools or arguments of tool_calls are nested too deeply; keep them below 500 levels",
+            param="messages",
+        ) from error
 
 
 def text_prompts(

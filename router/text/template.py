@@ -232,7 +232,7 @@ def _arguments(arguments: str | Mapping[str, Any] | None) -> Mapping[str, Any] |
         return arguments
     try:
         parsed: object = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else arguments
 
