@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
 from k3.errors import ModelError
+from k3.model.fields import Fields
 from router.text.chat_format import ChatFormat, load_chat_format
 from router.text.template import Template
 from router.text.tokenizer import Tokenizer
+
+MAX_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,13 @@ def load_model_folder(path: Path, name: str, max_model_len: int = 0) -> ModelFol
     max_model_len: lowers the model's own limit; 0 = the model's.  ModelError names the file and the field.
     """
     config = _read(path / "config.json")
-    text = config.get("text_config", config)
+    text = config.section("text_config") if "text_config" in config.values else config
+    vocab_size, own_limit = text.size("vocab_size"), text.size("max_position_embeddings")
     generation_path = path / "generation_config.json"
-    generation = _read(generation_path) if generation_path.exists() else {}
+    generation = (
+        _read(generation_path) if generation_path.exists() else Fields({}, str(generation_path))
+    )
     tokenizer, chat_format = load_chat_format(path)
-    try:
-        vocab_size, own_limit = int(text["vocab_size"]), int(text["max_position_embeddings"])
-    except KeyError as error:
-        raise ModelError(f"{path / 'config.json'}: field {error.args[0]!r} is missing") from error
     if tokenizer.vocab_size != vocab_size:
         raise ModelError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model a vocabulary of {vocab_size}; "
@@ -55,21 +56,40 @@ def load_model_folder(path: Path, name: str, max_model_len: int = 0) -> ModelFol
         template=Template(chat_format),
         vocab_size=vocab_size,
         max_model_len=min(own_limit, max_model_len or own_limit),
-        eos_token_ids=_eos_ids(generation, chat_format),
-        default_temperature=float(generation.get("temperature", 1.0)),
+        eos_token_ids=_eos_ids(generation, chat_format, vocab_size),
+        default_temperature=_temperature(generation),
     )
 
 
-def _eos_ids(generation: Mapping[str, Any], chat_format: ChatFormat) -> tuple[int, ...]:
+def _eos_ids(generation: Fields, chat_format: ChatFormat, vocab_size: int) -> tuple[int, ...]:
     """Ids that end an answer; the chat format's end of message when the folder names none."""
-    ids: int | list[int] = generation.get("eos_token_id", chat_format.control.end_of_msg)
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    given: object = generation.values.get("eos_token_id")
+    if given is None:
+        return (chat_format.control.end_of_msg,)
+    ids = cast("list[int]", given if isinstance(given, list) else [given])
+    if any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
+        raise generation.error("eos_token_id", given, f"an id or ids in 0..{vocab_size - 1}")
+    return tuple(ids)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _temperature(generation: Fields) -> float:
+    """What a request without a temperature gets."""
+    given = generation.nullable_number("temperature")
+    if given is None:
+        return 1.0
+    if not 0 <= given <= MAX_TEMPERATURE:
+        raise generation.error("temperature", given, f"0..{MAX_TEMPERATURE:g}")
+    return given
+
+
+def _read(path: Path) -> Fields:
+    """A file that holds one JSON object."""
     try:
-        return orjson.loads(path.read_bytes())
+        document = orjson.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     except orjson.JSONDecodeError as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ModelError(f"{path}: a JSON {type(document).__name__}; expected an object")
+    return Fields(cast("dict[str, Any]", document), str(path))
