@@ -68,7 +68,7 @@ def _eos_ids(generation: Fields, chat_format: ChatFormat, vocab_size: int) -> tu
         return (chat_format.control.end_of_msg,)
     ids = cast("list[int]", given if isinstance(given, list) else [given])
     if any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
-        raise generation.error("eos_token_id", given, f"an id or ids in 0..{vocab_size - 1}")
+        raise generation.error("eos_token_id", ids, f"an id or ids in 0..{vocab_size - 1}")
     return tuple(ids)
 
 
