@@ -14,10 +14,10 @@ from decode_svc.scheduler import DecodeScheduler, Limits
 from k3.cache.layout import DTYPE_BYTES, PROTO_VERSION
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
-from k3.config.tree import EngineConfig
 from k3.errors import LayoutMismatch
 from k3.model.spec import LayerKind
 from k3.rank import deployment
+from k3.transfer.plan import Pair as TransferPair
 from k3.transfer.plan import check_pair, expected_senders
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
 
@@ -28,11 +28,6 @@ class Deployment(deployment.Deployment):
 
     ROLE: ClassVar = instance_pb2.ROLE_DECODE
     N_DUMMIES: ClassVar[int] = 1
-
-    @classmethod
-    def slot_columns(cls, config: EngineConfig) -> int:
-        """The committed state and one per draft."""
-        return 1 + config.spec.draft_tokens
 
     def scheduler(self) -> DecodeScheduler:
         """A scheduler with empty pools."""
@@ -71,6 +66,7 @@ class Deployment(deployment.Deployment):
             instance_id=instance_id,
             layout=self.layout,
             layout_fingerprint=self.layout_fingerprint,
+            draft_fingerprint=self.draft_fingerprint,
             nixl_version=movers[0].nixl_version,
             geometry=self.geometry,
             ranks=[mover.endpoint for mover in movers],
@@ -95,6 +91,13 @@ class Deployment(deployment.Deployment):
             prompt_len=prompt_len,
             rank=rank,
         )
+
+    def draft_senders(self, pair: Pair, rank: int) -> tuple[int, ...]:
+        """Flat prefill ranks that decode rank `rank` gets draft rows from; empty where none are sent."""
+        if self.draft is None or not pair.sends_draft:
+            return ()
+        plan = TransferPair.of(self.spec, pair.geometry, self.geometry)
+        return plan.draft_senders(rank, self.draft.split_axes().get("key heads"))
 
     def describe(self, instance_id: str) -> instance_pb2.DescribeResponse:
         """Constant during the life of an instance id."""

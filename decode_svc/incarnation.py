@@ -64,12 +64,18 @@ class Incarnation:
         self._last_result_at = _now()
         config = deployment.config
         self.intake = Intake(
-            Identity(instance_id, deployment.layout_fingerprint, "", deployment.n_ranks),
+            Identity(
+                instance_id,
+                deployment.layout_fingerprint,
+                deployment.draft_fingerprint,
+                deployment.n_ranks,
+            ),
             IntakeConfig(config.transfer, config.serve.prefills),
             self.scheduler,
             make_source(self._introduction),
             command=ranks.command,
             senders=deployment.senders,
+            draft_senders=deployment.draft_senders,
             changed=self._changed,
             metrics=metrics,
             rng=random.Random(),
@@ -174,6 +180,7 @@ class Incarnation:
         n_tokens = 0
         for request, kept in progress:
             n_tokens += len(kept.tokens)
+            self._metrics.spec.observe(*request.drafts.newest)
             caller = self._callers.get(request.key)
             if caller is not None:
                 caller.tell(kept, now)
@@ -283,6 +290,7 @@ class Incarnation:
                 "queue_s": request.wait_s,
                 "ttft_s": None if first is None else first - request.arrived_s,
                 "itl_s": None if first is None or n < 2 else (now - first) / (n - 1),
+                "acceptance": 1 + request.drafts.n_accepted / max(1, request.drafts.n_steps),
                 "finish": caller.outcome,
             },
         )

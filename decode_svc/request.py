@@ -92,6 +92,34 @@ class RequestSpec:
     output_prefix_len: int = 0
 
 
+@dataclass(slots=True)
+class DraftCount:
+    """Speculation of one request. histogram[j]: steps that accepted j drafts; steps without any do not count."""
+
+    histogram: list[int] = field(default_factory=list[int])
+    n_drafts: int = 0
+    newest: tuple[int, int] = (0, 0)  # drafts and accepted ones of the newest step
+
+    def add(self, n_drafts: int, n_accepted: int) -> None:
+        """One step."""
+        self.newest = (n_drafts, n_accepted)
+        if n_drafts:
+            missing = 1 + max(n_drafts, n_accepted) - len(self.histogram)
+            self.histogram += [0] * missing
+            self.histogram[n_accepted] += 1
+            self.n_drafts += n_drafts
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that checked drafts."""
+        return sum(self.histogram)
+
+    @property
+    def n_accepted(self) -> int:
+        """Drafts accepted."""
+        return sum(j * n for j, n in enumerate(self.histogram))
+
+
 class DecodeRequest:
     """A `RequestSpec` on its way. `key` is its number inside the service; keys grow with arrival."""
 
@@ -99,6 +127,8 @@ class DecodeRequest:
         "_state",
         "arrived_s",
         "base",
+        "draft_valid",
+        "drafts",
         "key",
         "outputs",
         "plans_in_flight",
@@ -115,6 +145,8 @@ class DecodeRequest:
         self.reservation: Reservation | None = None
         self.outputs: list[TokenEvent] = []  # confirmed output tokens, the first one from prefill
         self.base = 0  # confirmed base: position of the anchor
+        self.draft_valid = False  # prefill's draft rows are in the ring
+        self.drafts = DraftCount()
         self.plans_in_flight = 0
         self._state = State.QUEUED
 

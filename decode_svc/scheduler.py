@@ -311,6 +311,7 @@ class DecodeScheduler:
         kept = keep(request.spec.stop, len(request.outputs), result.tokens)
         request.outputs.extend(kept.tokens)
         request.base += len(result.tokens)
+        request.drafts.add(result.n_drafts, len(result.tokens) - 1)
         if kept.finish is not None:
             self._finish(request)
         return Progress(request, kept)

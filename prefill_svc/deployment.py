@@ -46,7 +46,7 @@ class Deployment(deployment.Deployment):
             instance_id=instance_id,
             layout=self.layout,
             layout_fingerprint=self.layout_fingerprint,
-            draft_fingerprint="",
+            draft_fingerprint=self.draft_fingerprint,
             nixl_version=nixl_version,
             geometry=self.geometry,
         )

@@ -33,6 +33,8 @@ def check_destination(
         )
     if destination.state_slot >= geometry.n_slots:
         raise _rejected("state_slot", destination.state_slot, f"below {geometry.n_slots}")
+    if destination.HasField("draft_slot") and destination.draft_slot >= geometry.n_slots:
+        raise _rejected("draft_slot", destination.draft_slot, f"below {geometry.n_slots}")
     n_ranks = geometry.pp * geometry.tp * geometry.cp
     own = {entry.rank: entry.pages for entry in destination.rank_pages}
     if len(own) != len(destination.rank_pages) or any(rank >= n_ranks for rank in own):

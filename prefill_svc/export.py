@@ -92,6 +92,14 @@ class Export:
         return 0 if self.destination is None else self.destination.generation
 
     @property
+    def sends_draft(self) -> bool:
+        """Whether draft rows go along: both sides have the drafter, and the destination has a ring."""
+        destination = self.destination
+        return (
+            self.peer.sends_draft and destination is not None and destination.HasField("draft_slot")
+        )
+
+    @property
     def total_bytes(self) -> int:
         """Bytes known in place at the receiver."""
         return sum(self.bytes_done.values())
@@ -134,7 +142,7 @@ class Export:
             nonce=self.destination.nonce,
             generation=self.destination.generation,
             totals=[total for rank in sorted(self.sent) for total in self.sent[rank].totals],
-            draft_valid=False,
+            draft_valid=self.sends_draft,
             bytes=self.total_bytes,
             tail_s=self.tail_s or 0.0,
         )

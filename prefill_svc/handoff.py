@@ -214,7 +214,7 @@ class Handoff:
             peer_id=export.peer.peer_id,
             destination=destination,
             prompt_len=export.prompt_len,
-            send_draft=False,
+            send_draft=export.sends_draft,
         )
         self._to_all(plan_pb2.TransferCommand(start=start))
         self._push(export)

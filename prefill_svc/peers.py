@@ -72,6 +72,7 @@ class Peer:
     last_used_s: float
     n_exports: int = 0
     is_lost: bool = False
+    sends_draft: bool = False
 
     @property
     def n_ranks(self) -> int:
@@ -192,7 +193,12 @@ class Peers:
             waiting=set(range(self.n_ranks)),
             connected=asyncio.get_running_loop().create_future(),
             last_used_s=self.clock(),
+            sends_draft=request.draft_fingerprint == self.identity.draft_fingerprint != "",
         )
+        geometry = prefill_pb2.Geometry()
+        geometry.CopyFrom(request.geometry)
+        if not peer.sends_draft:
+            geometry.draft_places = 0  # its ring is for rows of another drafter
         if request.draft_fingerprint not in ("", self.identity.draft_fingerprint):
             log.warning(
                 "draft rows are not sent: the drafters differ, requests start cold",
@@ -200,9 +206,7 @@ class Peers:
             )
         self._by_instance[request.instance_id] = peer
         self._by_id[peer.peer_id] = peer
-        connect = plan_pb2.ConnectPeer(
-            peer_id=peer.peer_id, geometry=request.geometry, ranks=request.ranks
-        )
+        connect = plan_pb2.ConnectPeer(peer_id=peer.peer_id, geometry=geometry, ranks=request.ranks)
         for rank in range(self.n_ranks):
             self.command(rank, plan_pb2.TransferCommand(connect_peer=connect))
         return peer

@@ -22,7 +22,9 @@ WARM_UP_STEP = 0
 
 def run(context: RankContext) -> None:
     """Serve plans until Shutdown. Raises EOFError when the front is gone, GroupFailed when a peer rank is."""
-    stage = ChunkStage(context.stage, context.storage, context.layout.page_tokens)
+    stage = ChunkStage(
+        context.stage, context.storage, context.layout.page_tokens, context.draft_context
+    )
     place = context.stage.place
     answers = place.is_last and place.shard.index == 0
     _warm_up(context, stage)

@@ -30,6 +30,7 @@ from k3.v1 import plan_pb2, prefill_pb2
 
 ToPrefill = prefill_pb2.PrefillRequest
 REFUSALS = (RequestRejected, QueueFull, LayoutMismatch, ReconnectRequired)
+DRAFT_PATIENCE_S = 0.05
 INBOX_LIMIT = 4096  # heartbeats every 2 s and a few per rank: reached only by a broken peer
 
 
@@ -39,6 +40,7 @@ class Target:
 
     message: prefill_pb2.Destination
     senders: tuple[tuple[int, ...], ...]
+    draft_senders: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,10 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Every expected record is in on a rank."""
+    """Every expected record is in on a rank; has_drafts: those of draft rows too."""
 
     rank: int
+    has_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class Attempt:
     _prefilled: prefill_pb2.Prefilled | None = None
     _commit: prefill_pb2.Committed | None = None
     _arrived: set[int] = field(default_factory=set[int])
+    _has_drafts: set[int] = field(default_factory=set[int])
+    _drafts_until: float | None = None
     _missing: dict[int, tuple[prefill_pb2.MissingRecords, ...]] = field(
         default_factory=dict[int, tuple[prefill_pb2.MissingRecords, ...]]
     )
@@ -168,8 +173,10 @@ class Attempt:
             case Reserved():
                 if self.target is None:
                     await self._name_destination()
-            case Arrived(rank):
+            case Arrived(rank, has_drafts):
                 self._arrived.add(rank)
+                if has_drafts:
+                    self._has_drafts.add(rank)
                 self._missing.pop(rank, None)
             case Missing(rank, records):
                 self._missing[rank] = records
@@ -238,7 +245,29 @@ class Attempt:
             and self._commit is not None
             and self.committed
             and len(self._arrived) == len(self.target.senders)
+            and not self._waits_for_drafts()
         )
+
+    @property
+    def draft_valid(self) -> bool:
+        """Whether every rank has all draft rows; otherwise the drafter starts without them."""
+        return (
+            self.target is not None
+            and any(self.target.draft_senders)
+            and self._commit is not None
+            and self._commit.draft_valid
+            and len(self._has_drafts) == len(self.target.senders)
+        )
+
+    def _waits_for_drafts(self) -> bool:
+        """Draft rows are in place before Committed, only their records may be late: a moment's patience."""
+        if self.draft_valid or self._commit is None or not self._commit.draft_valid:
+            return False
+        if self.target is None or not any(self.target.draft_senders):
+            return False
+        if self._drafts_until is None:
+            self._drafts_until = _now() + DRAFT_PATIENCE_S
+        return _now() < self._drafts_until
 
     # ---------------------------------------------------------------- clocks
 
@@ -254,6 +283,8 @@ class Attempt:
             deadlines.append(self._tail_at + times.transfer_deadline_s)
         if self._resend_at is not None:
             deadlines.append(self._resend_at)
+        if self._drafts_until is not None:
+            deadlines.append(self._drafts_until)
         return min(deadlines)
 
     async def _on_deadline(self) -> None:
@@ -347,7 +378,7 @@ def arrivals(rank: int, status: plan_pb2.TransferStatus) -> tuple[int, Item] | N
     """(transfer id, item) of a mover's report about an incoming transfer; None for other reports."""
     match status.WhichOneof("status"):
         case "arrived":
-            return status.arrived.transfer_id, Arrived(rank)
+            return status.arrived.transfer_id, Arrived(rank, status.arrived.draft_complete)
         case "missing":
             return status.missing.transfer_id, Missing(rank, tuple(status.missing.missing))
         case _:

@@ -238,6 +238,10 @@ class Filling:
         else:
             now = self.caller.filled_s = asyncio.get_running_loop().time()
             parts.metrics.transfer.seconds.observe(now - (self.caller.first_token_s or now))
+            request.draft_valid = attempt.draft_valid
+            if parts.identity.draft_fingerprint:
+                kind = "transferred" if attempt.draft_valid else "cold"
+                parts.metrics.spec.bootstrap.labels(kind).inc()
             parts.scheduler.filled(request)
             parts.quarantine.finish(attempt, None)
             parts.changed()

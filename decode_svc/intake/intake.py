@@ -31,12 +31,13 @@ log = logging.getLogger("k3.decode.intake")
 
 Command = Callable[[int, plan_pb2.TransferCommand], Awaitable[None]]
 Senders = Callable[[Pair, int, int], tuple[int, ...]]  # pair, prompt_len, rank
+DraftSenders = Callable[[Pair, int], tuple[int, ...]]  # pair, rank
 
 
 class Intake:
     """See the module's docstring.
 
-    command: gives one rank's mover a command. senders: who a rank has to hear from.
+    command: gives one rank's mover a command. senders, draft_senders: who a rank has to hear from.
     changed: called whenever memory or rows may have become available or a request may run. No I/O of its own.
     """
 
@@ -49,6 +50,7 @@ class Intake:
         *,
         command: Command,
         senders: Senders,
+        draft_senders: DraftSenders,
         changed: Callable[[], None],
         metrics: DecodeMetrics,
         rng: random.Random,
@@ -63,6 +65,7 @@ class Intake:
         self._changed = changed
         self._command = command
         self._senders = senders
+        self._draft_senders = draft_senders
         self._fillings: dict[int, Filling] = {}
         self._by_transfer: dict[int, Attempt] = {}
         self._is_open = asyncio.Event()
@@ -213,8 +216,12 @@ class Intake:
         )
         ranks = range(self._n_ranks)
         target = Target(
-            message, tuple(self._senders(pair, request.prompt_len, rank) for rank in ranks)
+            message,
+            tuple(self._senders(pair, request.prompt_len, rank) for rank in ranks),
+            tuple(self._draft_senders(pair, rank) for rank in ranks),
         )
+        if any(target.draft_senders):
+            message.draft_slot = held.state_slot.index  # a state slot is also a ring
         assert filling.attempt is not None
         self._by_transfer[message.transfer_id] = filling.attempt
         return target
@@ -223,7 +230,10 @@ class Intake:
         message = target.message
         for rank, senders in enumerate(target.senders):
             expect = plan_pb2.ExpectTransfer(
-                transfer_id=message.transfer_id, nonce=message.nonce, senders=senders
+                transfer_id=message.transfer_id,
+                nonce=message.nonce,
+                senders=senders,
+                draft_senders=target.draft_senders[rank],
             )
             await self._command(rank, plan_pb2.TransferCommand(expect=expect))
 

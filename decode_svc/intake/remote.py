@@ -44,14 +44,18 @@ class RemotePrefill:
 
     async def connect(self, address: str) -> Pair:
         """Introduce this instance."""
+        mine = self._introduction()
         try:
             answer = await self._stub(address).Connect(
-                self._introduction(), timeout=CONNECT_DEADLINE_S, metadata=call_metadata()
+                mine, timeout=CONNECT_DEADLINE_S, metadata=call_metadata()
             )
         except grpc.aio.AioRpcError as error:
             raise spoken_or_lost(error, address) from error
         self._check(answer)
-        return Pair(address, answer.instance_id, answer.geometry)
+        sends_draft = mine.draft_fingerprint not in ("",) and (
+            mine.draft_fingerprint == answer.draft_fingerprint
+        )
+        return Pair(address, answer.instance_id, answer.geometry, sends_draft)
 
     def open(self, pair: Pair, deliver: Deliver) -> RemoteCall:
         """Open a stream."""

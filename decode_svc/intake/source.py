@@ -29,6 +29,7 @@ class Pair:
     address: str
     instance_id: str
     geometry: prefill_pb2.Geometry
+    sends_draft: bool = False  # it has our drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,15 +119,6 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         lambda c: c.parallel.tp > 1,
     ),
     Rule(
-        "DRAFTS_NOT_AVAILABLE",
-        ENGINES,
-        ("spec.draft_tokens",),
-        "spec.draft_tokens > 0",
-        f"speculation is {NOT_YET}",
-        "set spec.draft_tokens=0",
-        lambda c: c.spec.draft_tokens > 0,
-    ),
-    Rule(
         "DRAFTS_ON_PREFILL",
         PREFILL,
         ("spec.draft_tokens",),

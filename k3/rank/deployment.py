@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from k3.cache.layout import fingerprint, layout_document
+from k3.config import speculation
 from k3.config.load import config_hash, to_json
 from k3.config.tree import EngineConfig
 from k3.errors import ConfigError
+from k3.model.digest import model_digest as folder_digest
+from k3.model.dspark_spec import DraftSpec
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
@@ -26,7 +29,8 @@ from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
 class Deployment:
     """config is resolved; `model_digest` names weights and model configuration.
 
-    N_DUMMIES: state slots, the first ones, that no request gets.
+    N_DUMMIES: state slots, the first ones, that no request gets. draft: the drafter whose rows are kept;
+    `draft_fingerprint` names those rows and is empty without one.
     """
 
     ROLE: ClassVar[instance_pb2.Role]
@@ -38,6 +42,8 @@ class Deployment:
     model_digest: str
     layout: bytes
     geometry: prefill_pb2.Geometry
+    draft: DraftSpec | None = None
+    draft_fingerprint: str = ""
 
     @classmethod
     def of(cls, config: EngineConfig, model_digest: str) -> Self:
@@ -52,6 +58,14 @@ class Deployment:
         spec = K3Spec.from_folder(Path(config.model.path))
         mesh = Mesh(parallel.pp, parallel.tp, parallel.cp)
         stages = mesh.stage_layers(spec.num_layers)
+        draft, draft_fingerprint = speculation.drafter(config), ""
+        if draft is not None:
+            draft_fingerprint = draft.fingerprint(
+                digest=folder_digest(Path(config.spec.drafter)),
+                dtype=config.model.dtype,
+                page_tokens=cache.page_tokens,
+            )
+        draft_places = speculation.places(config, spec)
         return cls(
             config=config,
             spec=spec,
@@ -70,14 +84,13 @@ class Deployment:
                 stage_bounds=[0, *accumulate(len(layers) for layers in stages)],
                 n_pages=cache.pages,
                 n_slots=cache.state_slots,
-                slot_columns=cls.slot_columns(config),
+                slot_columns=speculation.snapshots(config),
+                draft_places=draft_places,
+                draft_window=config.spec.draft_window if draft_places else 0,
             ),
+            draft=draft,
+            draft_fingerprint=draft_fingerprint,
         )
-
-    @classmethod
-    def slot_columns(cls, config: EngineConfig) -> int:
-        """States that a state slot keeps."""
-        return 1
 
     @property
     def role_name(self) -> str:
@@ -118,6 +131,7 @@ class Deployment:
             model_digest=self.model_digest,
             config_hash=config_hash(config),
             layout_fingerprint=self.layout_fingerprint,
+            draft_fingerprint=self.draft_fingerprint,
             geometry=self.geometry,
             max_model_len=config.model.max_model_len,
             vocab_size=self.spec.vocab_size,

@@ -24,9 +24,11 @@ from k3_kernels.api import Backends, select
 
 from k3.cache.layout import CacheLayout, Unit, build_layout
 from k3.cache.storage import Storage
-from k3.config import load
+from k3.config import load, speculation
 from k3.config.tree import EngineConfig
 from k3.device import open_device
+from k3.model.dspark import DraftContext, Drafter, open_context, open_drafter
+from k3.model.k3 import Stage
 from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel import collectives
@@ -109,6 +111,7 @@ def _serve(
     config = load.engine_from_json(setup.config_json)
     logging.getLogger().setLevel(config.telemetry.log_level.upper())
     progress = _Progress(plans)
+    draft = speculation.drafter(config)
     spec = K3Spec.from_folder(Path(config.model.path))
     mesh = Mesh(config.parallel.pp, config.parallel.tp, config.parallel.cp)
     place = mesh.place(rank)
@@ -129,8 +132,11 @@ def _serve(
         moe_weights=config.backends.moe_weights,
         exchange=config.parallel.exchange,
         progress=lambda done, total: progress.report("load", done, total),
+        taps=draft.taps if draft is not None else (),
+        tap_stream=draft.tap_stream if draft is not None else "prefix",
+        shared_embedding=draft is not None and service == "decode",
     )
-    columns = 1 + config.spec.draft_tokens if service == "decode" else 1
+    columns, draft_places = speculation.snapshots(config), speculation.places(config, spec)
     layout = build_layout(
         spec,
         mesh,
@@ -138,6 +144,8 @@ def _serve(
         page_tokens=config.cache.page_tokens,
         dtype=config.model.dtype,
         columns=columns,
+        draft=draft,
+        draft_places=draft_places,
     )
     storage = Storage(
         layout,
@@ -147,7 +155,7 @@ def _serve(
         fill_nan=config.cache.fill_nan,
     )
     progress.report("allocate", 1, 1)
-    geometry = _geometry(mesh, spec, setup, columns)
+    geometry = _geometry(mesh, spec, setup, config)
     mover = Mover(
         lambda: _make_core(rank, setup, spec, geometry, layout, config, storage), transfer
     )
@@ -167,6 +175,8 @@ def _serve(
             storage=storage,
             plans=plans,
             mover=mover,
+            draft_context=_draft_context(config, stage) if service == "prefill" else None,
+            drafter=_drafter(config, stage) if service == "decode" else None,
         )
     )
     mover.stop(STOP_S)
@@ -189,9 +199,47 @@ class _Progress:
         self._plans.send(plan_pb2.RankMessage(progress=progress))
 
 
-def _geometry(mesh: Mesh, spec: K3Spec, setup: plan_pb2.Setup, columns: int) -> Sharding:
+def _geometry(mesh: Mesh, spec: K3Spec, setup: plan_pb2.Setup, config: EngineConfig) -> Sharding:
     bounds = (*(layers.start for layers in mesh.stage_layers(spec.num_layers)), spec.num_layers)
-    return Sharding(mesh.pp, mesh.tp, mesh.cp, bounds, setup.n_pages, setup.n_slots, columns)
+    return Sharding(
+        mesh.pp,
+        mesh.tp,
+        mesh.cp,
+        bounds,
+        setup.n_pages,
+        setup.n_slots,
+        speculation.snapshots(config),
+        speculation.places(config, spec),
+        config.spec.draft_window,
+    )
+
+
+def _draft_context(config: EngineConfig, stage: Stage) -> DraftContext | None:
+    """What prefill's last stage needs of a drafter."""
+    if not speculation.has_drafter(config) or not stage.place.is_last:
+        return None
+    return open_context(
+        Path(config.spec.drafter),
+        stage.place.shard,
+        dtype=config.model.dtype,
+        device=stage.device,
+    )
+
+
+def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
+    """The whole drafter, with the target's embedding and head."""
+    if not speculation.has_drafter(config) or stage.embed is None or stage.head is None:
+        return None
+    return open_drafter(
+        Path(config.spec.drafter),
+        stage.place.shard,
+        stage.groups.shard,
+        draft_tokens=config.spec.draft_tokens,
+        embed=stage.embed,
+        head=stage.head,
+        dtype=config.model.dtype,
+        device=stage.device,
+    )
 
 
 def _make_core(

@@ -124,6 +124,34 @@ class TransferMetrics:
         )
 
 
+class SpecMetrics:
+    """Speculation at decode; acceptance length = 1 + accepted / drafts."""
+
+    def __init__(self, d: Declare) -> None:
+        self.drafts = d.counter("k3_spec_drafts_total", "Verify groups that checked drafts.")
+        self.draft_tokens = d.counter("k3_spec_draft_tokens_total", "Drafts checked.")
+        self.accepted = d.counter("k3_spec_accepted_tokens_total", "Drafts accepted.")
+        self.accepted_at = d.counter(
+            "k3_spec_accepted_tokens_per_pos_total",
+            "Drafts accepted, by their position in the group from 0.",
+            position=(),
+        )
+        self.bootstrap = d.counter(
+            "k3_draft_bootstrap_total",
+            "Requests by how their drafter started: on rows from prefill, or on none.",
+            kind=("transferred", "cold"),
+        )
+
+    def observe(self, n_drafts: int, n_accepted: int) -> None:
+        """One row of one step."""
+        if n_drafts:
+            self.drafts.inc()
+            self.draft_tokens.inc(n_drafts)
+            self.accepted.inc(n_accepted)
+            for position in range(n_accepted):
+                self.accepted_at.labels(str(position)).inc()
+
+
 class EngineMetrics:
     """What prefill and decode share."""
 
@@ -200,6 +228,7 @@ class DecodeMetrics(EngineMetrics):
         self.tokens = d.counter(
             "k3_decode_tokens_total", "Tokens emitted, the first ones excluded."
         )
+        self.spec = SpecMetrics(d)
         self.rank_tokens = d.gauge(
             "k3_helix_rank_tokens",
             "Tokens of running requests in the latent cache of one context-parallel rank.",

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from k3.cache.storage import Storage
 from k3.model.batch import ChunkBatch
+from k3.model.draft_ring import write_rows
+from k3.model.dspark import DraftContext
 from k3.model.k3 import Stage
 from k3.parallel.frame import Frame, receive_frame, send_frame
 from k3.sampling import RowSampling, TokenCounts, sample, with_logprobs
@@ -80,7 +82,15 @@ class StageStep(NamedTuple):
 class ChunkStage:
     """Runs chunk steps on one rank."""
 
-    def __init__(self, stage: Stage, storage: Storage, page_tokens: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        storage: Storage,
+        page_tokens: int,
+        draft_context: DraftContext | None = None,
+    ) -> None:
+        """draft_context: writes the drafter's rows beside the latents, on the last stage."""
+        self._draft_context = draft_context
         self.stage = stage
         self.storage = storage
         self.page_tokens = page_tokens
@@ -97,7 +107,8 @@ class ChunkStage:
         batch = self.batch(chunks)
         incoming = self._incoming(step_id, batch.n_tokens)
         started = time.perf_counter()
-        frame = stage.forward(incoming, self._caches, batch).frame
+        frame, taps = stage.forward(incoming, self._caches, batch)
+        self._write_draft_rows(taps, batch, chunks)
         forward_s = time.perf_counter() - started
         self._zero_tails(chunks)
         on_launched()
@@ -105,6 +116,18 @@ class ChunkStage:
             return StageStep(self._finish(frame, batch.cu_lens, chunks), forward_s)
         send_frame(stage.groups.pipeline, frame, step_id, place.next).wait()
         return StageStep((), forward_s)
+
+    def _write_draft_rows(
+        self, taps_TXD: Tensor, batch: ChunkBatch, chunks: Sequence[StageChunk]
+    ) -> None:
+        """One row per token at its absolute position, whatever chunk it came in."""
+        pool = self.storage.draft
+        if self._draft_context is None or pool is None:
+            return
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
+        rows = self._draft_context(taps_TXD, positions.to(self.stage.device))
+        p = self.page_tokens
+        write_rows(pool, batch.slot_T // p, batch.slot_T % p, rows)
 
     def batch(self, chunks: Sequence[StageChunk]) -> ChunkBatch:
         """The chunks side by side, with the place of every token in the pools."""

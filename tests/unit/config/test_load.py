@@ -309,7 +309,7 @@ def test_check_lists_everything_that_context_parallel_decode_does_not_go_with():
     assert done.returncode == 2
     for code in (
         *("HELIX_BOTH", "HELIX_PIPELINE", "HEADS", "PREFIX_ON_DECODE", "PAGE_TOKENS"),
-        *("ROLE_BOTH", "PP_NOT_AVAILABLE", "DRAFTS_NOT_AVAILABLE"),
+        *("ROLE_BOTH", "PP_NOT_AVAILABLE", "DRAFTS_WITHOUT_DRAFTER"),
     ):
         assert code in done.stdout
     assert done.stdout.count("remedy:") == 8
