@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -123,9 +124,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """To the person at the terminal."""
-    sys.stdout.write(text + end)
-    sys.stdout.flush()
+    """To the person at the terminal; one that is gone (`k3-local | head`) has asked us to stop."""
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Progress:
