@@ -1,5 +1,7 @@
 """Decode with the latent cache spread over ranks: served tokens equal a plain forward, token for token, in float64.
 
+Without drafts, and with verify groups of four that straddle pages and ranks, of a drafter of either flavour.
+
 Prompts sit on and around every boundary of pages and super-blocks; some are shorter than one page of every rank, so
 ranks hold nothing at first. Every answer is drawn alone and with all others, greedy and seeded; equal to the oracle
 means equal to cp 1. Gauges and `/admin/ledger` show the shares while a request runs.
@@ -18,15 +20,17 @@ import httpx
 import pytest
 
 from k3.cluster import get
+from k3.model.spec import K3Spec
 from k3.types import SamplingParams
 from tests.chaos.generation import Generation
+from tests.drafters import random_drafter
 from tests.e2e.cluster import Cluster, metric, wait_for
 from tests.e2e.nano import nano_folder
 from tests.e2e.oracle import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.helix]
 
-ANSWER = 11
+ANSWER, DRAFTS = 11, 3
 # One token; around a page and a super-block of 4 x 2, 8 x (2 x 2) and 16 x 4; long.
 LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 600)
 ALONE = (0, 2, 5, 9, 13, 15)
@@ -39,18 +43,25 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A decode group: its flags, page size and ranks of a context group."""
+    """A decode group: its flags, page size, ranks of a context group, flavour of its drafter."""
 
     name: str
     flags: tuple[str, ...]
     page: int
     cp: int
+    drafter: str = ""
 
 
 LAYOUTS = (
     Layout("cp2", ("--cp", "2"), 4, 2),
-    Layout("cp4", ("--cp", "4"), 16, 4),
-    Layout("tp2-cp2-latents", ("--tp", "2", "--cp", "2", "--parallel-exchange", "latent"), 8, 2),
+    Layout("cp4-mla-drafts", ("--cp", "4"), 16, 4, "mla"),
+    Layout(
+        "tp2-cp2-latents-gqa-drafts",
+        ("--tp", "2", "--cp", "2", "--parallel-exchange", "latent"),
+        8,
+        2,
+        "gqa",
+    ),
 )
 
 
@@ -97,14 +108,20 @@ def layout(request) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def cluster(layout: Layout, folder) -> Iterator[Cluster]:
-    common = (
+def cluster(layout: Layout, folder, tmp_path_factory) -> Iterator[Cluster]:
+    common: tuple[str, ...] = (
         "--model-path", str(folder), "--model-dtype", "float64", "--cache-fill-nan", "true",
         "--cache-page-tokens", str(layout.page), "--schedule-max-rows", "16",
     )  # fmt: skip
+    drafts: tuple[str, ...] = ()
+    if layout.drafter:
+        target = K3Spec.from_folder(folder)
+        place = tmp_path_factory.mktemp("drafter")
+        common += ("--spec-drafter", str(random_drafter(place, target, layout.drafter, seed=3)))
+        drafts = ("--spec-draft-tokens", str(DRAFTS))
     with Cluster(
         prefill_flags=(*common, "--schedule-token-budget", "96"),
-        decode_flags=(*common, *layout.flags),
+        decode_flags=(*common, *layout.flags, *drafts),
         router_flags=("--model-path", str(folder)),
     ) as running:
         yield running
@@ -161,5 +178,6 @@ def test_gauges_and_the_ledger_page_show_the_shares_of_a_running_request(cluster
             assert set(firsts) == {rank["cp"]}
             assert sum(page["tokens"] for page in rank["pages"]) == rank["tokens"]
         assert cluster.gauge(decode, "k3_helix_exchange_bytes_total") > 0
+        assert (cluster.gauge(decode, "k3_spec_draft_tokens_total") > 0) == bool(layout.drafter)
     assert get(decode.ops, "/admin/ledger?request_id=nobody").status == 404
     cluster.expect_baseline()
