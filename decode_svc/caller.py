@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from decode_svc.emission import Kept, usage
 from decode_svc.request import DecodeRequest
 from k3.errors import K3Error
-from k3.types import FinishReason, StageTimes, TokenEvent, Usage
+from k3.types import FinishReason, Speculation, StageTimes, TokenEvent, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Finished:
     usage: Usage
     times: StageTimes
     prefill_instance_id: str
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,14 @@ class Caller:
         counts = usage(
             len(spec.prompt), spec.output_prefix_len, len(self.request.outputs), self.cached_tokens
         )
-        return Finished(reason, stop_id, counts, self.times(now), self.prefill_instance_id)
+        return Finished(
+            reason,
+            stop_id,
+            counts,
+            self.times(now),
+            self.prefill_instance_id,
+            self.request.drafts.total,
+        )
 
     def times(self, now: float) -> StageTimes:
         """Where the time went, seconds; stages that were not reached are 0."""

@@ -278,7 +278,7 @@ class Incarnation:
         """One line per request, at its end."""
         request, now = caller.request, _now()
         first = caller.first_token_s
-        n = len(request.outputs)
+        n, drafts = len(request.outputs), request.drafts.total
         log.info(
             "request finished",
             extra={
@@ -290,7 +290,9 @@ class Incarnation:
                 "queue_s": request.wait_s,
                 "ttft_s": None if first is None else first - request.arrived_s,
                 "itl_s": None if first is None or n < 2 else (now - first) / (n - 1),
-                "acceptance": 1 + request.drafts.n_accepted / max(1, request.drafts.n_steps),
+                "acceptance": None
+                if drafts is None
+                else 1 + drafts.n_accepted / max(1, drafts.n_steps),
                 "finish": caller.outcome,
             },
         )

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from k3.cache.slots import Slot
-from k3.types import LogprobParams, RequestId, SamplingParams, StopParams, TokenEvent
+from k3.types import (
+    LogprobParams,
+    RequestId,
+    SamplingParams,
+    Speculation,
+    StopParams,
+    TokenEvent,
+)
 
 
 class State(Enum):
@@ -92,32 +99,29 @@ class RequestSpec:
     output_prefix_len: int = 0
 
 
-@dataclass(slots=True)
 class DraftCount:
-    """Speculation of one request. histogram[j]: steps that accepted j drafts; steps without any do not count."""
+    """Speculation of one request so far; steps without drafts do not count."""
 
-    histogram: list[int] = field(default_factory=list[int])
-    n_drafts: int = 0
-    newest: tuple[int, int] = (0, 0)  # drafts and accepted ones of the newest step
+    __slots__ = ("_histogram", "_n_drafts", "newest")
+
+    def __init__(self, draft_tokens: int) -> None:
+        self._histogram = [0] * (draft_tokens + 1)
+        self._n_drafts = 0
+        self.newest = (0, 0)  # drafts and accepted ones of the newest step
 
     def add(self, n_drafts: int, n_accepted: int) -> None:
         """One step."""
         self.newest = (n_drafts, n_accepted)
         if n_drafts:
-            missing = 1 + max(n_drafts, n_accepted) - len(self.histogram)
-            self.histogram += [0] * missing
-            self.histogram[n_accepted] += 1
-            self.n_drafts += n_drafts
+            self._histogram[n_accepted] += 1
+            self._n_drafts += n_drafts
 
     @property
-    def n_steps(self) -> int:
-        """Steps that checked drafts."""
-        return sum(self.histogram)
-
-    @property
-    def n_accepted(self) -> int:
-        """Drafts accepted."""
-        return sum(j * n for j, n in enumerate(self.histogram))
+    def total(self) -> Speculation | None:
+        """Everything counted; None in a service that does not speculate."""
+        if len(self._histogram) == 1:
+            return None
+        return Speculation(tuple(self._histogram), self._n_drafts)
 
 
 class DecodeRequest:
@@ -137,7 +141,9 @@ class DecodeRequest:
         "wait_s",
     )
 
-    def __init__(self, key: int, spec: RequestSpec, arrived_s: float) -> None:
+    def __init__(
+        self, key: int, spec: RequestSpec, arrived_s: float, draft_tokens: int = 0
+    ) -> None:
         self.key = key
         self.spec = spec
         self.arrived_s = arrived_s
@@ -146,7 +152,7 @@ class DecodeRequest:
         self.outputs: list[TokenEvent] = []  # confirmed output tokens, the first one from prefill
         self.base = 0  # confirmed base: position of the anchor
         self.draft_valid = False  # prefill's draft rows are in the ring
-        self.drafts = DraftCount()
+        self.drafts = DraftCount(draft_tokens)
         self.plans_in_flight = 0
         self._state = State.QUEUED
 

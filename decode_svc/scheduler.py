@@ -117,7 +117,7 @@ class DecodeScheduler:
         Raises RequestRejected for one that can never be served here, QueueFull when the queue is full.
         """
         self._check(spec)
-        request = DecodeRequest(self._next_key, spec, now)
+        request = DecodeRequest(self._next_key, spec, now, self.limits.draft_tokens)
         if len(self._queue) >= self.limits.max_queue and (self._queue or not self._fits(request)):
             raise QueueFull(
                 f"{len(self._queue)} requests wait already, schedule.max_queue={self.limits.max_queue}; "

@@ -129,6 +129,7 @@ def response(event: Event) -> decode_pb2.GenerateResponse | K3Error:
                 usage=convert.usage_to_proto(event.usage),
                 times=convert.times_to_proto(event.times),
                 prefill_instance_id=event.prefill_instance_id,
+                speculation=convert.speculation_to_proto(event.speculation),
             )
             return decode_pb2.GenerateResponse(finished=finished)
         case Failed(error):

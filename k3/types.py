@@ -102,6 +102,23 @@ class Usage(NamedTuple):
     cached_tokens: int
 
 
+class Speculation(NamedTuple):
+    """Drafts of one generation. histogram[j]: steps that accepted exactly j drafts, j = 0..k."""
+
+    histogram: tuple[int, ...]
+    n_drafts: int
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that checked drafts."""
+        return sum(self.histogram)
+
+    @property
+    def n_accepted(self) -> int:
+        """Drafts accepted."""
+        return sum(j * n for j, n in enumerate(self.histogram))
+
+
 class StageTimes(NamedTuple):
     """Where the time of one generation went, seconds."""
 

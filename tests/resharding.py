@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from k3.cache.layout import CacheLayout, Unit, build_layout
+from k3.cache.layout import CacheLayout, Placement, Unit, build_layout
+from k3.model.dspark_spec import DraftSpec, ring_places
 from k3.model.spec import K3Spec, LayerKind
 from k3.transfer.agent import Region
 from k3.transfer.plan import Sharding
@@ -41,10 +42,35 @@ def sharding(
     n_slots: int = 3,
     columns: int = 1,
     bounds: tuple[int, ...] = (),
+    window: int = 0,
 ) -> Sharding:
-    """A geometry; the layers are split evenly unless `bounds` says otherwise."""
+    """A geometry; the layers are split evenly unless `bounds` says otherwise. window: of the draft rings, 0 = none."""
     even = tuple(n_layers * stage // pp for stage in range(pp + 1))
-    return Sharding(pp, tp, cp, bounds or even, n_pages, n_slots, columns)
+    places = ring_places(window, 8, PAGE_TOKENS) if window else 0
+    return Sharding(
+        pp,
+        tp,
+        cp,
+        bounds or even,
+        n_pages,
+        n_slots,
+        columns,
+        draft_places=places,
+        draft_window=window,
+    )
+
+
+def make_draft(flavour: str) -> DraftSpec:
+    """A small drafter; its GQA flavour has 8 key heads."""
+    config = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "vocab_size": 64, "num_key_value_heads": 8, "head_dim": 2,
+        "q_lora_rank": 2, "kv_lora_rank": 3, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2,
+    }  # fmt: skip
+    inner = {"target_layer_ids": [0], "mask_token_id": 1, "markov_rank": 2}
+    if flavour == "mla":
+        return DraftSpec.from_config(config | inner | {"model_type": "k3_dspark"})
+    return DraftSpec.from_config(config | {"dflash_config": inner, "model_type": "qwen3"})
 
 
 @dataclass
@@ -62,8 +88,8 @@ class Rank:
         )
 
 
-def make_ranks(spec: K3Spec, side: Sharding) -> list[Rank]:
-    """All ranks of an instance, pools full of canaries."""
+def make_ranks(spec: K3Spec, side: Sharding, draft: DraftSpec | None = None) -> list[Rank]:
+    """All ranks of an instance, pools full of canaries. draft: with its rows, in pages or in rings."""
     ranks: list[Rank] = []
     for number in range(side.size):
         stage, _shard = side.place(number)
@@ -74,6 +100,8 @@ def make_ranks(spec: K3Spec, side: Sharding) -> list[Rank]:
             page_tokens=PAGE_TOKENS,
             dtype="float32",
             columns=side.slot_columns,
+            draft=draft,
+            draft_places=side.draft_places,
         )
         pools: dict[str, np.ndarray] = {}
         for field in layout.fields:
@@ -135,3 +163,24 @@ def put(
                 view = pool.reshape(-1, heads, len(field.layers), source.shape[2])
                 own = source[shard * heads : (shard + 1) * heads]
                 view[slot * field.columns] = own[:, list(field.layers)]
+
+
+def draw_draft_rows(draft: DraftSpec, prompt_pages: int, seed: int) -> np.ndarray:
+    """The drafter's rows of a prompt [page, head, bytes]; a replicated row counts as one head."""
+    n_heads = draft.split_axes().get("key heads", 1)
+    n_bytes = 4 * int(np.prod(draft.place_shape(PAGE_TOKENS, 1))) // n_heads
+    return np.random.default_rng(seed).integers(0, 256, (prompt_pages, n_heads, n_bytes), np.uint8)
+
+
+def put_draft(rows: np.ndarray, side: Sharding, ranks: list[Rank], units: dict[int, int]) -> None:
+    """Write pages of `rows` into units of every rank that holds draft rows. units: page of the prompt -> unit."""
+    for number, rank in enumerate(ranks):
+        field = rank.layout.field("draft")
+        if field is None:
+            continue
+        _stage, shard = side.place(number)
+        whole = field.placement is Placement.REPLICATED
+        n = rows.shape[1] if whole else field.shape[0]
+        own = rows if whole else rows[:, shard * n : (shard + 1) * n]
+        for page, unit in units.items():
+            rank.pools["draft"][unit] = own[page].reshape(-1)

@@ -14,6 +14,7 @@ from k3.types import (
     FinishReason,
     LogprobParams,
     SamplingParams,
+    Speculation,
     StageTimes,
     StopParams,
     TokenEvent,
@@ -137,6 +138,20 @@ def usage_to_proto(usage: Usage) -> common_pb2.Usage:
 def usage_from_proto(message: common_pb2.Usage) -> Usage:
     """Usage from the wire."""
     return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def speculation_to_proto(speculation: Speculation | None) -> decode_pb2.Speculation | None:
+    """Speculation for the wire."""
+    if speculation is None:
+        return None
+    return decode_pb2.Speculation(histogram=speculation.histogram, n_drafts=speculation.n_drafts)
+
+
+def speculation_from_proto(message: decode_pb2.Finished) -> Speculation | None:
+    """Speculation of a finished generation, None when there was none."""
+    if not message.HasField("speculation"):
+        return None
+    return Speculation(tuple(message.speculation.histogram), message.speculation.n_drafts)
 
 
 def times_to_proto(times: StageTimes) -> decode_pb2.StageTimes:

@@ -31,6 +31,7 @@ from k3.rpc.convert import (
     finish_from_proto,
     logprobs_to_proto,
     sampling_to_proto,
+    speculation_from_proto,
     stop_to_proto,
     times_from_proto,
     token_from_proto,
@@ -42,6 +43,7 @@ from k3.types import (
     FinishReason,
     LogprobParams,
     SamplingParams,
+    Speculation,
     StageTimes,
     StopParams,
     TokenEvent,
@@ -111,6 +113,7 @@ class Finished(NamedTuple):
     usage: Usage
     times: StageTimes
     prefill_id: str
+    speculation: Speculation | None
 
 
 Event = Tokens | Finished
@@ -263,6 +266,7 @@ class _Call:
             usage_from_proto(message.usage),
             times_from_proto(message.times),
             self._trace.prefill_id,
+            speculation_from_proto(message),
         )
 
     def _candidate_failed(self, failed: decode_pb2.CandidateFailed) -> None:

@@ -77,6 +77,23 @@ def usage(counts: Counts) -> Json:
     }
 
 
+def totals(counts: Counts) -> Json:
+    """Usage, and how the drafts fared where that was asked for and there were any."""
+    drafts = counts.speculation
+    if drafts is None:
+        return {"usage": usage(counts)}
+    statistics = {
+        "num_spec_tokens": len(drafts.histogram) - 1,
+        "num_spec_steps": drafts.n_steps,
+        "num_draft_tokens": drafts.n_drafts,
+        "num_accepted_draft_tokens": drafts.n_accepted,
+        "mean_acceptance_length": 1 + drafts.n_accepted / max(1, drafts.n_steps),
+        "draft_acceptance_rate": drafts.n_accepted / max(1, drafts.n_drafts),
+        "acceptance_histogram": list(drafts.histogram),
+    }
+    return {"usage": usage(counts), "metrics": {"speculative_decoding": statistics}}
+
+
 class ChatAnswer:
     """chat.completion and chat.completion.chunk."""
 
@@ -106,7 +123,7 @@ class ChatAnswer:
 
     def usage_chunk(self, counts: Counts) -> Json:
         """No choices, only usage."""
-        return self._head.envelope("chat.completion.chunk", []) | {"usage": usage(counts)}
+        return self._head.envelope("chat.completion.chunk", []) | totals(counts)
 
     def body(self, updates: Sequence[Sequence[Update]], counts: Counts) -> Json:
         """The whole answer."""
@@ -115,7 +132,7 @@ class ChatAnswer:
         )
         if self._job.return_token_ids:
             body["prompt_token_ids"] = list(self._job.prompts[0])
-        return body | {"usage": usage(counts)}
+        return body | totals(counts)
 
     def _choice(
         self, index: int, delta: Json, tokens: Sequence[TextToken], end: End | None = None
@@ -198,7 +215,7 @@ class TextAnswer:
 
     def usage_chunk(self, counts: Counts) -> Json:
         """No choices, only usage."""
-        return self._head.envelope("text_completion", []) | {"usage": usage(counts)}
+        return self._head.envelope("text_completion", []) | totals(counts)
 
     def body(self, updates: Sequence[Sequence[Update]], counts: Counts) -> Json:
         """The whole answer."""
@@ -214,7 +231,7 @@ class TextAnswer:
         if self._job.return_token_ids:
             for index, choice in enumerate(choices):
                 choice["prompt_token_ids"] = self._prompt_ids(index)
-        return self._head.envelope("text_completion", choices) | {"usage": usage(counts)}
+        return self._head.envelope("text_completion", choices) | totals(counts)
 
     def _choice(
         self, index: int, text: str, tokens: Sequence[TextToken], end: End | None = None

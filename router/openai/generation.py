@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 from k3.telemetry.metrics import RouterMetrics
-from k3.types import FinishReason, StageTimes, StopParams
+from k3.types import FinishReason, Speculation, StageTimes, StopParams
 from router.fleet.attempt import Dispatcher, Finished, Sample, Tokens, Trace
 from router.openai.params import Job
 from router.requests import OpenRequest, Stage
@@ -51,6 +51,7 @@ class Choice:
     trace: Trace = field(default_factory=Trace)
     cached_tokens: int = 0
     times: StageTimes = field(default_factory=StageTimes)
+    speculation: Speculation | None = None
     end: End | None = None
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
     last_token_at: float = 0.0
@@ -63,6 +64,7 @@ class Counts(NamedTuple):
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
+    speculation: Speculation | None = None  # of the only choice, where it was asked for
 
 
 class Generation:
@@ -108,7 +110,13 @@ class Generation:
             completion_tokens=sum(choice.text.n_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
             reasoning_tokens=sum(choice.text.n_reasoning_tokens for choice in self.choices),
+            speculation=self._speculation,
         )
+
+    @property
+    def _speculation(self) -> Speculation | None:
+        is_wanted = self.job.return_spec_stats and len(self.choices) == 1
+        return self.choices[0].speculation if is_wanted else None
 
     def _choice(self, index: int) -> Choice:
         job, tokenizer = self.job, self._folder.tokenizer
@@ -195,8 +203,9 @@ class Generation:
                     return Update(choice.index, pieces)
                 choice.end = End("stop", choice.text.matched)
                 return Update(choice.index, [*pieces, *choice.text.finish()], choice.end)
-            case Finished(reason, stop_token_id, usage, times):
+            case Finished(reason, stop_token_id, usage, times, _, speculation):
                 choice.cached_tokens, choice.times = usage.cached_tokens, times
+                choice.speculation = speculation
                 choice.first_token.set()
                 pieces = choice.text.finish()
                 matched = choice.text.matched

@@ -56,6 +56,7 @@ class Job:
     start: Channel | None
     skip_special_tokens: bool
     return_token_ids: bool
+    return_spec_stats: bool
     is_stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -199,6 +200,7 @@ def _job(
         start=start,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
+        return_spec_stats=bool(body.return_spec_stats),
         is_stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -271,11 +273,12 @@ def _refuse_extras(body: GenerationBody) -> None:
         "prompt_logprobs": (None,),
         "structured_outputs": (None,),
         "store": (None, False),
-        "return_spec_stats": (None, False),
         "priority": (None, 0),
         "service_tier": (None, "auto", "default"),
     }
     _refuse(body, neutral)
+    if body.return_spec_stats and (body.n or 1) > 1:
+        raise unsupported("return_spec_stats", "statistics are of one choice; ask with n=1")
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise unsupported("response_format", "only {'type': 'text'} is served yet")
 

@@ -11,10 +11,20 @@ from k3.errors import LayoutMismatch
 from k3.model.spec import K3Spec
 from k3.transfer.agent import Lists
 from k3.transfer.peers import Link, Peer
-from k3.transfer.pieces import shares
+from k3.transfer.pieces import draft_shares, shares
 from k3.transfer.plan import Pair, Sharding, check_pair, expected_senders, owned_pages
 from k3.v1 import plan_pb2, prefill_pb2
-from tests.resharding import PAGE_TOKENS, Truth, make_ranks, make_spec, put, sharding
+from tests.resharding import (
+    PAGE_TOKENS,
+    Truth,
+    draw_draft_rows,
+    make_draft,
+    make_ranks,
+    make_spec,
+    put,
+    put_draft,
+    sharding,
+)
 
 HEADS = 24
 
@@ -112,6 +122,71 @@ def _copy(rows, s, t, sender, receiver, written):
     end = rows.target_offsets[row] + unit * rows.target_stride
     target[end : end + rows.length] = source[begin : begin + rows.length]
     written[rows.pool].reshape(-1)[end : end + rows.length] += 1
+
+
+@given(
+    flavour=st.sampled_from(["mla", "gqa"]),
+    pp=st.integers(1, 2),
+    tp=st.sampled_from([1, 2, 4]),
+    dpp=st.integers(1, 2),
+    dtp=st.sampled_from([1, 2]),
+    dcp=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([4, 12, 40]),
+    prompt_len=st.integers(1, 70),
+    cut=st.integers(0, 18),
+    max_bytes=st.sampled_from([1, 300, 1 << 20]),
+    seed=st.integers(0, 99),
+)
+def test_draft_rows_of_the_window_reach_every_ring_once_and_nothing_else_is_touched(
+    flavour, pp, tp, dpp, dtp, dcp, window, prompt_len, cut, max_bytes, seed
+):
+    assume(max(tp, dtp * dcp) % min(tp, dtp * dcp) == 0)
+    spec, draft = make_spec("kmkm", HEADS), make_draft(flavour)
+    prefill = sharding(4, pp=pp, tp=tp, n_pages=19, n_slots=3)
+    decode = sharding(4, pp=dpp, tp=dtp, cp=dcp, n_pages=18, n_slots=4, columns=8, window=window)
+    n_pages, slot, q = -(-prompt_len // PAGE_TOKENS), 3, decode.draft_places
+    source_pages = np.random.default_rng(seed).permutation(prefill.n_pages)[:n_pages].tolist()
+    rows = draw_draft_rows(draft, n_pages, seed)
+    senders, receivers = make_ranks(spec, prefill, draft), make_ranks(spec, decode, draft)
+    expected = make_ranks(spec, decode, draft)
+    put_draft(rows, prefill, senders, dict(enumerate(source_pages)))
+    oldest = max(0, prompt_len - window) // PAGE_TOKENS
+    put_draft(rows, decode, expected, {b: slot * q + b % q for b in range(oldest, n_pages)})
+    plan, cut = Pair.of(spec, prefill, decode), min(cut, n_pages)
+    start = plan_pb2.StartTransfer(
+        prompt_len=prompt_len,
+        send_draft=True,
+        destination=prefill_pb2.Destination(draft_slot=slot, state_slot=slot),
+    )
+    copies = [
+        plan_pb2.CopyPages(first_page=0, pages=source_pages[:cut]),
+        plan_pb2.CopyPages(first_page=cut, pages=source_pages[cut:], last=True),
+    ]
+    written = [{name: np.zeros_like(pool) for name, pool in r.pools.items()} for r in receivers]
+    for receiver in range(decode.size):
+        heard: set[int] = set()
+        for sender, rank in enumerate(senders):
+            links = tuple(Link(r, Lists(0)) for r in plan.rows(rank.layout, sender, receiver))
+            peer = Peer("peer", plan, {}, {receiver: links})
+            for copy in copies:
+                for share in draft_shares(peer, receiver, copy, start, PAGE_TOKENS, max_bytes):
+                    heard.add(sender)
+                    for s, t in zip(share.source.tolist(), share.target.tolist(), strict=True):
+                        _copy(share.link.rows, s, t, rank, receivers[receiver], written[receiver])
+        heads = draft.split_axes().get("key heads")
+        assert plan.draft_senders(receiver, heads) == tuple(sorted(heard))
+        for name, pool in receivers[receiver].pools.items():
+            np.testing.assert_array_equal(pool, expected[receiver].pools[name], err_msg=name)
+            assert written[receiver][name].max(initial=0) <= 1, f"{name}: a byte was written twice"
+
+
+def test_without_a_ring_or_with_another_drafter_no_draft_row_moves():
+    spec, draft = make_spec("km", HEADS), make_draft("mla")
+    prefill, cold = sharding(2), sharding(2)
+    plan = Pair.of(spec, prefill, cold)
+    rows = plan.rows(make_ranks(spec, prefill, draft)[0].layout, 0, 0)
+    assert "draft" not in {row.pool for row in rows}
+    assert plan.draft_senders(0, None) == ()
 
 
 @given(first=st.integers(0, 40), n=st.integers(0, 40), cp=st.integers(1, 5))
