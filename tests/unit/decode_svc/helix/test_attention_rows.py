@@ -16,6 +16,7 @@ from k3.cache.layout import build_layout
 from k3.cache.storage import Storage
 from k3.config.commandline import CommandLine
 from k3.config.load import load_engine
+from k3.config.resolve import EMBEDDED_MODEL
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from k3.model.batch import VerifyBatch
 from k3.model.registry import open_stage
@@ -39,6 +40,14 @@ def test_r4_an_attention_backend_without_bounds_is_refused() -> None:
     assert any("backends.attention" in problem.values for problem in problems)
     with pytest.raises(BackendError, match="'flash'"):
         select(Backends(attention="flash"), CPU)
+
+
+@pytest.mark.parametrize("folder", [str(EMBEDDED_MODEL), "."])
+def test_r12_r14_a_drafter_inside_the_target_is_refused_by_what_it_is(folder: str) -> None:
+    """The target's own folder has a path and a checkpoint; it is no drafter for all that."""
+    flags = {"parallel.cp": "2", "spec.draft_tokens": "3", "spec.drafter": folder}
+    problems = load_engine("decode", CommandLine(flags), {}).problems
+    assert [problem.code for problem in problems] == ["DRAFTER"]
 
 
 def test_r7_a_token_without_keys_is_finite_whatever_the_memory_holds() -> None:

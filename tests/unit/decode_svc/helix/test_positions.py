@@ -237,6 +237,15 @@ def test_r35_a_step_whose_request_is_cancelled_leaves_nothing_behind() -> None:
     assert scheduler.rank_tokens() == [0, 0]
 
 
+def test_a_reservation_that_is_too_small_is_a_bug_and_stops_the_service() -> None:
+    """Running requests are never refused memory: the worst case was reserved."""
+    scheduler = _scheduler()
+    request = _running(scheduler, 9, 8)
+    request.reservation = replace(request.held, pages=request.held.pages[:1])
+    with pytest.raises(AssertionError, match="2 pages needed, 1 reserved"):
+        scheduler.plan()
+
+
 def test_r41_a_position_past_the_table_is_never_written() -> None:
     pages = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     valid = torch.ones(2, 3, dtype=torch.bool)
