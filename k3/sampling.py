@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from k3.types import LogprobParams, SamplingParams, TokenEvent
 
 NEG_INF = float("-inf")
+TINY = 1e-8  # probability mass that counts as none
 
 
 class Purpose(IntEnum):
@@ -285,6 +287,54 @@ def accept(drawn_BG: Tensor, drafts_BK: Tensor, draft_len_B: Tensor) -> Tensor:
     real = torch.arange(k, device=drafts_BK.device) < draft_len_B[:, None]
     same = (drawn_BG[:, :k] == drafts_BK) & real
     return same.long().cumprod(1).sum(1)
+
+
+class Verdict(NamedTuple):
+    """Drafts accepted, and what the token after them is drawn from, [V]."""
+
+    n_accepted: int
+    final_V: Tensor
+
+
+def accept_by_token(p_GV: Tensor, q_KV: Tensor, drafts_K: Tensor, u_K: Tensor) -> Verdict:
+    """Draft i is accepted with probability min(1, p / q), the first one that is not ends it; lossless.
+
+    p_GV: filtered target distributions of a group, G = K + 1. q_KV: what the drafts were drawn from. u_K: uniforms.
+    Golden: dspark/reject.
+    """
+    for i, draft in enumerate(drafts_K.tolist()):
+        if u_K[i] >= p_GV[i, draft] / q_KV[i, draft].clamp(min=TINY):
+            return Verdict(i, _residual(p_GV[i], q_KV[i]))
+    return Verdict(len(drafts_K), p_GV[len(drafts_K)])
+
+
+def accept_by_block(p_GV: Tensor, q_KV: Tensor, drafts_K: Tensor, u_K: Tensor) -> Verdict:
+    """The longest prefix that a test of the joint probability lets through; lossless and never shorter in the mean.
+
+    r_i = min(1, r_{i-1} p / q), Z_i = mass of max(r_i p - q, 0), h_i = Z_i / (Z_i + 1 - r_i), h_K = r_K; the largest i
+    with u_i <= h_i counts, whatever came before it. Arguments as in `accept_by_token`.
+    """
+    k, r = len(drafts_K), torch.ones((), dtype=p_GV.dtype)
+    best = Verdict(0, _residual(p_GV[0], q_KV[0]) if k else p_GV[0])
+    for i, draft in enumerate(drafts_K.tolist(), start=1):
+        r = (r * p_GV[i - 1, draft] / q_KV[i - 1, draft].clamp(min=TINY)).clamp(max=1.0)
+        if i == k:
+            if u_K[i - 1] <= r:
+                best = Verdict(k, p_GV[k])
+            continue
+        mass = (r * p_GV[i] - q_KV[i]).clamp(min=0).sum()
+        if u_K[i - 1] * (mass + 1 - r) <= mass and r > 0:
+            best = Verdict(i, _residual(r * p_GV[i], q_KV[i], p_GV[i]))
+    return best
+
+
+def _residual(p_V: Tensor, q_V: Tensor, otherwise_V: Tensor | None = None) -> Tensor:
+    """What is left of p without q, normalised; p itself (or `otherwise_V`) when that is nothing."""
+    rest = (p_V - q_V).clamp(min=0)
+    mass = rest.sum()
+    if mass <= TINY:
+        return p_V if otherwise_V is None else otherwise_V
+    return rest / mass
 
 
 # ------------------------------------------------------------------ log probabilities
