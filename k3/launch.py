@@ -34,7 +34,10 @@ RECALL = (
 SHOWN_CHARS = 300
 ROUTER = ("http-", "fleet-", "admission-")
 EVERYWHERE = ("model", "model-", "telemetry-", "log-")
-ENGINES = ("page-tokens", "cache-page-tokens", "cache-fill-nan", "transfer-", "backends-", "serve-")
+ENGINES = (
+    *("page-tokens", "cache-page-tokens", "cache-fill-nan", "drafter", "spec-drafter"),
+    *("transfer-", "backends-", "serve-"),
+)
 CLEAR = "\r\033[K"  # of the terminal's line
 PREFIXED = ("prefill", "decode", "router")
 

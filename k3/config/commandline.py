@@ -29,6 +29,7 @@ ENGINE_ALIASES = {
     "--max-rows": "schedule.max_rows",
     "--depth": "schedule.depth",
     "--draft-tokens": "spec.draft_tokens",
+    "--drafter": "spec.drafter",
     "--host": "serve.host",
     "--port": "serve.port",
     "--ops-port": "serve.ops_port",
