@@ -58,7 +58,7 @@ def config(pp: int = 1, tp: int = 1) -> EngineConfig:
         cache=CacheConfig(page_tokens=P, pages=N_PAGES, state_slots=6, fill_nan=True),
         schedule=ScheduleConfig(max_rows=4, max_queue=3, token_budget=24, reserve_wait_s=2.0),
         transfer=TransferConfig(
-            heartbeat_s=0.2, self_fence_s=2.0, drain_s=2.0, lease_s=8.0, handle_deadline_s=2.0
+            heartbeat_s=0.2, self_fence_s=5.0, drain_s=2.0, lease_s=8.0, handle_deadline_s=2.0
         ),
         backends=BackendsConfig(attention="reference", kda="reference", threads=1),
     )
@@ -156,7 +156,7 @@ async def test_a_prompt_is_computed_and_lands_in_the_peers_memory(
     assert prefilled.prompt_tokens == len(ids)
     committed = (await call.next("committed")).committed
     await peer.records_of(committed)
-    check_caches(peer, cases, "case2", pages, 5)
+    await asyncio.to_thread(check_caches, peer, cases, "case2", pages, 5)
     await call.say(received=prefill_pb2.Received(generation=1))
     assert await call.end() is grpc.StatusCode.OK
 
@@ -173,7 +173,7 @@ async def test_a_destination_that_comes_after_the_first_token_gets_everything(
     await call.say(destination=peer.destination(pages, state_slot=2))
     committed = (await call.next("committed")).committed
     await peer.records_of(committed)
-    check_caches(peer, cases, "case0", pages, 2)
+    await asyncio.to_thread(check_caches, peer, cases, "case0", pages, 2)
     await call.say(received=prefill_pb2.Received(generation=1))
     assert await call.end() is grpc.StatusCode.OK
 
@@ -190,7 +190,7 @@ async def test_many_prompts_at_once_get_their_own_tokens(
         prefilled = (await call.next("prefilled")).prefilled
         assert prefilled.token.id == cases[f"{case}.decode_ids"][0].item()
         await peer.records_of((await call.next("committed")).committed)
-        check_caches(peer, cases, case, pages, slot)
+        await asyncio.to_thread(check_caches, peer, cases, case, pages, slot)
         await call.say(received=prefill_pb2.Received(generation=1))
         assert await call.end() is grpc.StatusCode.OK
 

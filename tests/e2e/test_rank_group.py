@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "k3"
-START_S = 60.0
+START_S = 120.0
 
 
 def make_config(folder: Path = GOLDEN, **sections: object) -> EngineConfig:
