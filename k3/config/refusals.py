@@ -1,7 +1,7 @@
 """What is refused at start-up: one table, judged before any rank is spawned, all violated rules at once.
 
-`ENGINE` and `ROUTER` rules see the configuration alone, `FIT` rules see it beside the model. A rule is documentation
-and test in one row (`rule.py`); `python -m k3.config.refusals` prints `docs/refusals.md`.
+`ENGINE` and `ROUTER` rules (`router_refusals.py`) see the configuration alone, `FIT` rules see it beside the model. A
+rule is documentation and test in one row (`rule.py`); `python -m k3.config.refusals` prints `docs/refusals.md`.
 A wrong request is rejected, not refused: that happens elsewhere, at request time.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from k3.config.resolve import GPU_DRIVER_FILES
+from k3.config.router_refusals import ROUTER_RULES
 from k3.config.rule import (
-    ADDRESS,
     PATTERN,
     Fit,
     Refusal,
@@ -24,7 +24,6 @@ from k3.config.rule import (
     missing_model,
     no_page_fits,
     pool_below_longest,
-    repeated,
     unfit_drafter,
     unreadable_model,
     unusable_tls,
@@ -33,7 +32,6 @@ from k3.config.tree import EngineConfig, RouterConfig
 from k3.model.spec import K3Spec
 
 PREFILL, DECODE, ENGINES = ("prefill",), ("decode", "both"), ("prefill", "decode", "both")
-ROUTER = ("router",)
 NOT_YET = "not available in this version"
 
 ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
@@ -327,72 +325,6 @@ FIT_RULES: tuple[Rule[Fit], ...] = (
         "a rank needs room for its state slots and at least one page",
         "raise cache.memory_bytes or lower cache.state_slots (schedule.max_rows)",
         no_page_fits,
-    ),
-)
-
-ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
-    Rule(
-        "ROUTER_MODEL_FOLDER",
-        ROUTER,
-        ("model.path",),
-        "model.path has no config.json",
-        "the router needs the tokenizer and the chat format of the model",
-        "point model.path at the model folder, or leave it empty for the embedded model",
-        lambda c: missing_model(c.model),
-    ),
-    Rule(
-        "ROUTER_SAME_PORT",
-        ROUTER,
-        ("http.port", "http.admin_port"),
-        "http.port = http.admin_port on one address",
-        "two servers cannot share a port",
-        "choose another http.admin_port",
-        lambda c: is_same_port((c.http.host, c.http.port), (c.http.admin_host, c.http.admin_port)),
-    ),
-    Rule(
-        "FLEET_ADDRESSES",
-        ROUTER,
-        ("fleet.prefills", "fleet.decodes"),
-        "an instance address is not host:port",
-        "the router cannot dial it",
-        "write host:port",
-        lambda c: bad_addresses((*c.fleet.prefills, *c.fleet.decodes), ADDRESS),
-    ),
-    Rule(
-        "FLEET_TWICE",
-        ROUTER,
-        ("fleet.prefills", "fleet.decodes"),
-        "an address appears twice in fleet.prefills and fleet.decodes",
-        "an instance has one role and one entry",
-        "name every instance once",
-        lambda c: repeated((*c.fleet.prefills, *c.fleet.decodes)),
-    ),
-    Rule(
-        "FLEET_TLS_PAIR",
-        ROUTER,
-        ("fleet.tls_cert", "fleet.tls_key"),
-        "only one of fleet.tls_cert and fleet.tls_key is set",
-        "a certificate is useless without its key",
-        "set both or neither",
-        lambda c: bool(c.fleet.tls_cert) != bool(c.fleet.tls_key),
-    ),
-    Rule(
-        "FLEET_TLS_CA",
-        ROUTER,
-        ("fleet.tls_cert", "fleet.tls_ca"),
-        "fleet.tls_cert without fleet.tls_ca",
-        "without authorities the channels use no TLS and the certificate would never be shown",
-        "set fleet.tls_ca as well",
-        lambda c: bool(c.fleet.tls_cert) and not c.fleet.tls_ca,
-    ),
-    Rule(
-        "FLEET_TLS_FILES",
-        ROUTER,
-        ("fleet.tls_ca", "fleet.tls_cert", "fleet.tls_key"),
-        "a TLS file does not exist, or certificate and key do not belong together",
-        "the channels could not use TLS",
-        "give PEM files without a passphrase, or remove the setting",
-        lambda c: unusable_tls(c, "fleet"),
     ),
 )
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from k3.errors import ModelError
 from k3.model.fields import Fields
+from k3.model.rope import Rope, mscale, read_rope
 from k3.model.spec import K3Spec
 
 Shapes = dict[str, tuple[tuple[int, ...], ...]]
@@ -25,62 +25,6 @@ Shapes = dict[str, tuple[tuple[int, ...], ...]]
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 SHARED = ("embed_tokens.", "lm_head.", "rotary_emb.")  # the target's own, never loaded from here
 CONFIDENCE = "confidence_head."
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotation of the drafter's positions. yarn None: plain. dim: rotated width of a head."""
-
-    theta: float
-    dim: int
-    is_interleaved: bool
-    yarn: Yarn | None
-
-    def frequencies(self) -> tuple[float, ...]:
-        """Inverse frequencies, dim / 2 of them."""
-        plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
-        if self.yarn is None:
-            return tuple(plain)
-        y = self.yarn
-        low = max(math.floor(self._turns(y.beta_fast)), 0)
-        high = float(min(math.ceil(self._turns(y.beta_slow)), self.dim - 1))
-        if low == high:
-            high += 0.001
-        ramps = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(self.dim // 2)]
-        return tuple(
-            f / y.factor * ramp + f * (1 - ramp) for f, ramp in zip(plain, ramps, strict=True)
-        )
-
-    def _turns(self, rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original context."""
-        assert self.yarn is not None
-        ratio = self.yarn.original / (2 * math.pi * rotations)
-        return self.dim * math.log(ratio) / (2 * math.log(self.theta))
-
-    @property
-    def amplitude(self) -> float:
-        """Factor of cosine and sine."""
-        y = self.yarn
-        if y is None:
-            return 1.0
-        if y.attention_factor is not None:
-            return y.attention_factor
-        if y.mscale and y.mscale_all_dim:
-            return _mscale(y.factor, y.mscale) / _mscale(y.factor, y.mscale_all_dim)
-        return _mscale(y.factor, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Yarn:
-    """Constants of the YaRN extension."""
-
-    factor: float
-    original: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float | None
-    mscale_all_dim: float | None
-    attention_factor: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +83,7 @@ class DraftSpec:
                 yarn = self.rope.yarn
                 m = 1.0
                 if yarn is not None and yarn.mscale_all_dim:
-                    m = _mscale(yarn.factor, yarn.mscale_all_dim)
+                    m = mscale(yarn.factor, yarn.mscale_all_dim)
                 return (nope + rope) ** -0.5 * m * m
             case GqaDraft(head_dim=head_dim):
                 return head_dim**-0.5
@@ -307,7 +251,7 @@ class DraftSpec:
             num_layers=top.size("num_hidden_layers"),
             n_heads=top.size("num_attention_heads"),
             eps=top.number("rms_norm_eps"),
-            rope=_rope(top, rotated, is_interleaved=is_mla),
+            rope=read_rope(top, rotated, is_interleaved=is_mla),
             vocab_size=top.size("vocab_size"),
             target_hidden_size=fields.nullable_size("target_hidden_size")
             or top.size("hidden_size"),
@@ -324,10 +268,6 @@ class DraftSpec:
 def ring_places(window: int, group: int, page_tokens: int) -> int:
     """Page places of a slot's draft ring: the window that is read, and room for one verify group."""
     return -(-window // page_tokens) + -(-group // page_tokens)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _optional_choice(fields: Fields, name: str, *allowed: str) -> str:
@@ -365,32 +305,6 @@ def _gqa(top: Fields) -> GqaDraft:
     if heads % kv_heads:
         raise top.error("num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
     return GqaDraft(kv_heads, top.size("head_dim"))
-
-
-def _rope(top: Fields, dim: int, *, is_interleaved: bool) -> Rope:
-    """`rope_parameters`, or `rope_theta` beside a nullable `rope_scaling`."""
-    if "rope_parameters" in top.values:
-        section = top.section("rope_parameters")
-        theta = section.number("rope_theta")
-    else:
-        theta = top.number("rope_theta")
-        if top.values.get("rope_scaling") is None:
-            return Rope(theta, dim, is_interleaved, None)
-        section = top.section("rope_scaling")
-    name = "rope_type" if "rope_type" in section.values else "type"
-    if section.choice(name, "default", "yarn") == "default":
-        return Rope(theta, dim, is_interleaved, None)
-    fast, slow = section.nullable_number("beta_fast"), section.nullable_number("beta_slow")
-    yarn = Yarn(
-        factor=section.number("factor"),
-        original=section.size("original_max_position_embeddings"),
-        beta_fast=32.0 if fast is None else fast,
-        beta_slow=1.0 if slow is None else slow,
-        mscale=section.nullable_number("mscale"),
-        mscale_all_dim=section.nullable_number("mscale_all_dim"),
-        attention_factor=section.nullable_number("attention_factor"),
-    )
-    return Rope(theta, dim, is_interleaved, yarn)
 
 
 def _taps(fields: Fields) -> tuple[int, ...]:
