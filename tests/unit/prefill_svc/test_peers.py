@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -167,3 +168,21 @@ async def test_agent_metadata_is_never_in_a_representation_of_a_peer() -> None:
     world = World()
     await world.connect()
     assert "secret" not in repr(world.peers.find("d1"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "sends"),
+    [("f", "f", True), ("f", "g", False), ("", "g", False), ("f", "", False), ("", "", False)],
+)
+async def test_draft_rows_go_only_to_peers_with_the_same_drafter(
+    ours: str, theirs: str, sends: bool
+) -> None:
+    """A mismatch never refuses a pair: the movers are just told of no ring."""
+    world = World()
+    world.peers.identity = replace(identity(), draft_fingerprint=ours)
+    request = connect_request("d1")
+    request.draft_fingerprint, request.geometry.draft_places = theirs, 6
+    await connect(world.peers, world.movers, request)
+    assert world.peers.find("d1").sends_draft is sends
+    told = world.movers.commands[0][1].connect_peer.geometry
+    assert told.draft_places == (6 if sends else 0)

@@ -15,14 +15,18 @@ from torch import Tensor
 
 from k3.cache.layout import build_layout
 from k3.cache.storage import Storage
+from k3.model.dspark import open_context
+from k3.model.dspark_spec import DraftSpec
 from k3.model.k3 import Stage
 from k3.model.registry import build_stage
 from k3.model.spec import K3Spec
 from k3.model.weights import open_folder
-from k3.parallel.mesh import Mesh
+from k3.parallel.mesh import WHOLE, Mesh
 from k3.sampling import RowSampling
 from k3.types import LogprobParams, SamplingParams
 from prefill_svc.core.stage import ChunkOutput, ChunkStage, FirstToken, StageChunk
+from tests.compare import assert_close
+from tests.drafters import random_drafter
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "k3"
 P = 8
@@ -204,3 +208,31 @@ def test_min_tokens_counts_tokens_that_a_migrated_request_brings_along(
         output_prefix_len=output_prefix_len,
     )
     assert (token_id(run(chunk_stage(stage), chunks)) != best) == is_banned
+
+
+@pytest.mark.parametrize("flavour", ["mla", "gqa"])
+def test_draft_rows_do_not_depend_on_how_the_prompt_is_cut(
+    flavour: str, cases: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Every chunk writes its rows at absolute positions, the middle ones too; beyond the prompt there are zeros."""
+    folder = random_drafter(tmp_path / flavour, K3Spec.from_folder(GOLDEN), flavour, seed=4)
+    spec = DraftSpec.from_folder(folder)
+    ops, cpu = select(Backends(), torch.device("cpu")), torch.device("cpu")
+    stage = build_stage(
+        K3Spec.from_folder(GOLDEN), open_folder(GOLDEN), ops, dtype="float64", taps=spec.taps
+    )
+    layout = build_layout(stage.spec, Mesh(), 0, page_tokens=P, dtype="float64", draft=spec)
+    context = open_context(folder, WHOLE, dtype="float64", device=cpu)
+    ids = [int(i) for i in cases["case0.input_ids"].flatten()]
+    pages = tuple(range(9, 9 - -(-len(ids) // P), -1))
+    found: list[Tensor] = []
+    for lengths in ([len(ids)], [P, 5, 3], [1, 13]):
+        storage = Storage(layout, 40, 4, cpu, fill_nan=True)
+        run(ChunkStage(stage, storage, P, context), cut(ids, lengths, pages, 1))
+        assert storage.draft is not None
+        rows = storage.draft.movedim(-2, 1)[list(pages)].flatten(0, 1)
+        assert not rows[len(ids) :].any()
+        found.append(rows[: len(ids)])
+    assert not found[0].isnan().any()
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-9, "draft rows")
