@@ -34,6 +34,11 @@ NAMES = (
     "chat",
     "open",
 )
+GROUPS = {
+    "all": NAMES,
+    "arithmetic": tuple(name for name in NAMES if name.startswith("arith_")),
+    "recall": tuple(name for name in NAMES if name.startswith(("passkey_", "facts16_"))),
+}
 # Output tokens at most, by the first word of the suite's name.
 _LONGEST = {"arith": 176, "copy": 176, "tools": 112, "open": 96, "chat": 64, "lists": 64}
 _LONGEST_RECALL = 40
@@ -51,14 +56,14 @@ class Item:
 
 
 def choose(wanted: str) -> tuple[str, ...]:
-    """Suites of `--suite`: `all`, or names with commas between. ConfigError for an unknown one."""
-    if wanted == "all":
-        return NAMES
+    """Suites of `--suite`: names of suites or groups with commas between. ConfigError for an unknown one."""
     names = tuple(name.strip() for name in wanted.split(","))
-    unknown = [name for name in names if name not in NAMES]
+    unknown = [name for name in names if name not in (*NAMES, *GROUPS)]
     if unknown:
-        raise ConfigError(f"unknown suites {unknown}; expected 'all' or some of {', '.join(NAMES)}")
-    return tuple(dict.fromkeys(names))
+        known = ", ".join((*GROUPS, *NAMES))
+        raise ConfigError(f"unknown suites {unknown}; expected some of {known}")
+    chosen = (suite for name in names for suite in GROUPS.get(name, (name,)))
+    return tuple(dict.fromkeys(chosen))
 
 
 def longest_answer(suite: str) -> int:

@@ -95,6 +95,8 @@ def test_a_line_that_is_no_item_is_named(tmp_path: Path, bad: str, why: str) -> 
 def test_suites_are_chosen_by_name_once_each() -> None:
     assert choose("all") == NAMES
     assert choose("copy, lists,copy") == ("copy", "lists")
+    assert len(choose("recall")) == 6
+    assert choose("copy,arithmetic,arith_seen")[:2] == ("copy", "arith_seen")
     with pytest.raises(ConfigError, match="'nope'"):
         choose("copy,nope")
 
