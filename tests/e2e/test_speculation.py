@@ -23,7 +23,7 @@ from tests.e2e.oracle import Oracle
 from tests.e2e.test_exactness import CASES, all_at_once, complete, expect_truth, flags
 from tests.model_runner import solo_stage
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.dspark]
 
 SPECULATE = ("--draft-tokens", "7", "--spec-draft-window", "64")
 N_ITEMS = 6

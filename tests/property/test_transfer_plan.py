@@ -124,6 +124,7 @@ def _copy(rows, s, t, sender, receiver, written):
     written[rows.pool].reshape(-1)[end : end + rows.length] += 1
 
 
+@pytest.mark.dspark
 @given(
     flavour=st.sampled_from(["mla", "gqa"]),
     pp=st.integers(1, 2),
@@ -180,6 +181,7 @@ def test_draft_rows_of_the_window_reach_every_ring_once_and_nothing_else_is_touc
             assert written[receiver][name].max(initial=0) <= 1, f"{name}: a byte was written twice"
 
 
+@pytest.mark.dspark
 def test_without_a_ring_or_with_another_drafter_no_draft_row_moves():
     spec, draft = make_spec("km", HEADS), make_draft("mla")
     prefill, cold = sharding(2), sharding(2)

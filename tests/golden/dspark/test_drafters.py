@@ -24,6 +24,8 @@ from k3.parallel.collectives import SoloCollectives
 from k3.parallel.mesh import WHOLE
 from tests.compare import assert_close
 
+pytestmark = pytest.mark.dspark
+
 HERE = Path(__file__).parent
 KINDS = ("gqa", "gqa_yarn", "gqa_gated", "gqa_rnn", "mla")
 ATOL = 1e-4

@@ -18,6 +18,8 @@ from torch import Tensor
 from k3.sampling import Verdict, accept, accept_by_block, accept_by_token
 from tests.compare import assert_close
 
+pytestmark = pytest.mark.dspark
+
 HERE = Path(__file__).parent
 CASES: list[str] = json.loads((HERE / "reject.cases.json").read_text())
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Verdict]

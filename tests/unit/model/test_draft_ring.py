@@ -8,6 +8,8 @@ import torch
 from k3.model.draft_ring import DraftRing
 from k3.model.dspark_spec import ring_places
 
+pytestmark = pytest.mark.dspark
+
 P, GROUP = 4, 8
 
 

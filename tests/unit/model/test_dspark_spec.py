@@ -17,6 +17,8 @@ from k3.model.spec import K3Spec
 from k3.model.weights import MemorySource
 from k3.parallel.mesh import WHOLE
 
+pytestmark = pytest.mark.dspark
+
 NANO = Path(__file__).parents[2] / "golden" / "k3"
 ROPE_MLA = {
     "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32768, "beta_fast": 32, "beta_slow": 1,

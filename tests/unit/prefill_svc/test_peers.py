@@ -170,6 +170,7 @@ async def test_agent_metadata_is_never_in_a_representation_of_a_peer() -> None:
     assert "secret" not in repr(world.peers.find("d1"))
 
 
+@pytest.mark.dspark
 @pytest.mark.parametrize(
     ("ours", "theirs", "sends"),
     [("f", "f", True), ("f", "g", False), ("", "g", False), ("f", "", False), ("", "", False)],

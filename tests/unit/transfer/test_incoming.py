@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from k3.transfer.incoming import Incoming
 from k3.transfer.record import Kind, Record
 from k3.v1 import plan_pb2
+
+pytestmark = pytest.mark.dspark
 
 ID, NONCE = 77, 5
 

@@ -15,6 +15,8 @@ from tests.compare import assert_close
 from tests.drafters import LocalEngine, random_drafter
 from tests.model_runner import solo_stage
 
+pytestmark = pytest.mark.dspark
+
 NANO = Path(__file__).parents[3] / "golden" / "k3"
 SPEC = K3Spec.from_folder(NANO)
 N_TOKENS = 20

@@ -210,6 +210,7 @@ def test_min_tokens_counts_tokens_that_a_migrated_request_brings_along(
     assert (token_id(run(chunk_stage(stage), chunks)) != best) == is_banned
 
 
+@pytest.mark.dspark
 @pytest.mark.parametrize("flavour", ["mla", "gqa"])
 def test_draft_rows_do_not_depend_on_how_the_prompt_is_cut(
     flavour: str, cases: dict[str, Tensor], tmp_path: Path
