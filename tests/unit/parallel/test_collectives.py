@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from k3.errors import GroupFailed
@@ -18,6 +20,7 @@ from k3.model.registry import open_stage
 from k3.parallel.collectives import SoloCollectives, join
 from k3.parallel.mesh import SOLO, Mesh
 from tests.compare import assert_close
+from tests.golden.k3.twin import mxfp4_tensors
 from tests.model_runner import CPU, OPS, Pools, solo_stage
 from tests.thread_group import mesh_groups, run_group
 from tests.unit.parallel.worker import IDS, NANO
@@ -116,10 +119,8 @@ def test_tensor_parallel_ranks_all_give_the_unsharded_logits(tp: int) -> None:
 
 
 def test_tensor_parallel_mxfp4_experts_are_split_by_id(tmp_path: Path) -> None:
-    for name in ("config", "model"):
-        suffix = "json" if name == "config" else "safetensors"
-        source = NANO / f"{name}-mxfp4.{suffix}"
-        (tmp_path / f"{name}.{suffix}").write_bytes(source.read_bytes())
+    shutil.copy(NANO / "config-mxfp4.json", tmp_path / "config.json")
+    save_file(mxfp4_tensors(), tmp_path / "model.safetensors")
     pools = Pools(solo_stage(tmp_path, "float64"), 1, 32)
     expected = pools.prefill(pools.requests[0], IDS, 4)
     mesh = Mesh(tp=2)
