@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 
 from k3.bench import eval as evaluation
-from k3.bench import roofline, serve, step
+from k3.bench import roofline, serve, spec, step
 from k3.errors import ConfigError, K3Error
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     """Entry point of `k3-bench`."""
     p = argparse.ArgumentParser(prog="k3-bench", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
-    for module in (serve, step, evaluation, roofline):
+    for module in (serve, step, evaluation, spec, roofline):
         name = module.__name__.rsplit(".", 1)[1]
         sub = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
         module.add_arguments(sub)
