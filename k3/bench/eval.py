@@ -41,7 +41,9 @@ N_ERRORS_SHOWN = 10
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags of this subcommand."""
-    p.add_argument("--suite", default="all", help="all, arithmetic, recall, or names with commas between")
+    p.add_argument(
+        "--suite", default="all", help="all, arithmetic, recall, or names with commas between"
+    )
     p.add_argument("--items", type=int, default=0, help="the first N of each suite; 0 = all")
     p.add_argument("--url", default="", help="a running server; without it one is started")
     p.add_argument("--model", default="", help="model folder of the started server")
