@@ -25,6 +25,9 @@ def folder() -> Path:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Router, prefill and decode as a newcomer runs them."""
-    with Cluster() as running:
+    """Router, prefill and decode as a newcomer runs them, with the model's own drafter."""
+    drafter = ("--spec-drafter", "draft-mla")
+    with Cluster(
+        prefill_flags=drafter, decode_flags=(*drafter, "--spec-draft-tokens", "7")
+    ) as running:
         yield running
