@@ -103,9 +103,6 @@ def answers(cluster: Cluster, **more: object) -> list[dict]:
     return asyncio.run(ask())
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED_MODEL / "draft-mla").is_dir(), reason="the embedded model has no drafters"
-)
 def test_trained_drafts_are_accepted_as_in_one_process_and_answers_stay_the_same():
     """The same prompts in one process, without a hand-over, are the yardstick; a blind drafter falls far below it."""
     own = ("--drafter", "draft-mla")
