@@ -42,6 +42,22 @@ def test_while_its_prompt_is_computed(cluster, prompt_of):
     cluster.expect_baseline()
 
 
+def test_while_its_pages_are_being_pushed(cluster, prompt_of):
+    """A transfer is open and chunks are done, whose pages go out while later chunks run."""
+    prefill = cluster.prefills[0]
+    before = cluster.gauge(prefill, "k3_prefill_tokens_total")
+
+    def is_pushing() -> bool:
+        done = cluster.gauge(prefill, "k3_prefill_tokens_total") - before
+        return done >= 10 * 16 and cluster.gauge(prefill, "k3_transfer_in_flight") == 1
+
+    client = Abandoned(cluster.url, prompt_of(LONG, seed=1))
+    wait_for(is_pushing, 10, "pages on their way")
+    assert cluster.gauge(prefill, "k3_prefill_running") == 1, "the prompt is done already"
+    client.leave()
+    cluster.expect_baseline()
+
+
 def test_while_queued_behind_another(cluster, prompt_of, truth):
     first = Generation(cluster.url, prompt_of(33), max_tokens=MANY)
     first.wait_first()
