@@ -47,14 +47,18 @@ class Deployment(deployment.Deployment):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes that one rank sends the others of its context group per token of a step, over all MLA layers.
+        """Bytes that one rank sends others per token of a step to merge attention, over all MLA layers.
 
-        Per head of another rank: an output in the model's precision and its log-sum-exp, at least float32.
+        Per head: an output in the model's precision and its log-sum-exp, at least float32. `gather` sends all
+        heads of its tp slice to every other rank, else each other context rank gets the heads it owns.
         """
         mla, parallel, dtype = self.spec.mla, self.config.parallel, self.config.model.dtype
-        width = mla.v_dim if parallel.exchange == "value" else mla.kv_lora_rank
+        width = mla.kv_lora_rank if parallel.exchange == "latent" else mla.v_dim
         per_head = width * DTYPE_BYTES[dtype] + max(DTYPE_BYTES[dtype], DTYPE_BYTES["float32"])
-        away = mla.n_heads // parallel.tp * (parallel.cp - 1) // parallel.cp
+        heads = mla.n_heads // parallel.tp
+        away = heads * (parallel.cp - 1) // parallel.cp
+        if parallel.exchange == "gather" and parallel.cp > 1:
+            away = heads * (parallel.tp * parallel.cp - 1)
         return len(self.spec.layers_of(LayerKind.MLA)) * away * per_head
 
     def introduction(

@@ -142,7 +142,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a decode group is spread. exchange: `value` or `latent`, what cp ranks send each other."""
+    """How a decode group is spread. exchange: `value`, `latent` or `gather`, what cp ranks send each other."""
 
     tp: int = 1
     cp: int = 1
@@ -153,6 +153,11 @@ class Layout:
     def ranks(self) -> int:
         """Ranks of the group."""
         return self.tp * self.cp
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank gets all values and holds gate and output projection of MLA layers whole."""
+        return self.cp > 1 and self.exchange == "gather"
 
     def local_len(self, n: int) -> int:
         """Tokens that the fullest rank holds of `n`."""
@@ -215,7 +220,7 @@ def step_cost(m: Sizes, hw: Hardware, layout: Layout, load: Load) -> StepCost:
     state = 2 * load.batch * m.kda_heads * m.kda_dim**2 * 4
     touched = m.experts * (1 - (1 - m.top_k / m.experts) ** t)  # distinct experts
     expert_bytes = (touched * m.expert * m.expert_bytes + m.shared * w) / n
-    sublayers = m.mla_layers + m.kda_layers + m.moe_layers
+    reductions = m.kda_layers + m.moe_layers + (0 if layout.gathers else m.mla_layers)
     return StepCost(
         mla_weights=m.mla_layers * floor(mla * w, 2 * t * mla),
         mla_attention=m.mla_layers * floor(kv_bytes, attention_ops),
@@ -226,7 +231,7 @@ def step_cost(m: Sizes, hw: Hardware, layout: Layout, load: Load) -> StepCost:
             expert_bytes + m.hidden * m.experts * w,
             2 * t * (m.top_k * m.expert + m.shared) / n,
         ),
-        all_reduce=sublayers * all_reduce,
+        all_reduce=reductions * all_reduce,
         lm_head=m.hidden * m.vocab / n * w / bw,
         attention_bound_by="memory" if kv_bytes / bw >= attention_ops / fl else "compute",
         kv_bytes_per_rank=m.mla_layers * kv_bytes,
@@ -275,11 +280,12 @@ def _mla_parameters(m: Sizes, layout: Layout) -> float:
     """Parameters of one MLA layer that a rank holds and reads."""
     n, tp = layout.ranks, layout.tp
     value_shards = n if layout.cp == 1 or layout.exchange == "latent" else tp
-    return m.down + m.query_up / tp + m.value_up / value_shards + m.gate_and_out / n
+    out_shards = 1 if layout.gathers else n
+    return m.down + m.query_up / tp + m.value_up / value_shards + m.gate_and_out / out_shards
 
 
 def _exchange_bytes(m: Sizes, layout: Layout, tokens: int) -> float:
-    """What a rank sends per MLA layer: outputs in two bytes and log-sum-exps of the heads of other ranks."""
+    """What a rank sends per MLA layer: outputs in two bytes and log-sum-exps, by head to its owner or all to all."""
     width = m.latent if layout.exchange == "latent" else m.v_head
-    others = (layout.cp - 1) / layout.cp
+    others = layout.ranks - 1 if layout.gathers else (layout.cp - 1) / layout.cp
     return tokens * m.heads / layout.tp * others * (2 * width + LSE_BYTES)

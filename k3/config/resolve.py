@@ -62,14 +62,19 @@ def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
 
 
 def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
-    """Everything that does not depend on the model: device, dtype, kernels, threads, slots, port."""
+    """Everything that does not depend on the model: device, dtype, exchange, kernels, threads, slots, port."""
     cache, backends, schedule = config.cache, config.backends, config.schedule
     extra = schedule.max_queue if config.role == "prefill" else 1  # decode keeps one dummy slot
     n_ranks = config.parallel.pp * config.parallel.tp * config.parallel.cp
     model = resolve_model(config.model, machine)
+    parallel = config.parallel
+    if parallel.exchange == "auto":
+        # On CPU a message costs more than reading the weights that save one.
+        parallel = replace(parallel, exchange="gather" if model.device == "cpu" else "value")
     return replace(
         config,
         model=model,
+        parallel=parallel,
         spec=replace(config.spec, drafter=resolve_drafter(config.spec.drafter, model.path)),
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(

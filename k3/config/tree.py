@@ -57,9 +57,10 @@ class ParallelConfig:
     tp: int = key(1, "tensor parallel size", least=1)
     cp: int = key(1, "helix context parallel size (decode only)", least=1)
     exchange: str = key(
-        "value",
-        "what cp ranks send per MLA layer: values (fewer bytes) or latents (fewer weights read)",
-        choices=("value", "latent"),
+        "auto",
+        "what cp ranks send per MLA layer: value (fewer bytes), latent (fewer weights read), or gather (values to "
+        "all, output weights on every rank: one message less); auto = gather on CPU, else value",
+        choices=("auto", "value", "latent", "gather"),
     )
 
 

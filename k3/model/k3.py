@@ -95,7 +95,7 @@ class Layer:
         """Advance the frame's residual in place; returns the number of banked blocks afterwards."""
         residual = frame.hidden_TH
         x = rms_norm(mixture_TD, self.input_norm, self.eps)
-        attended = self.comm.all_reduce(self._attend(x, caches, batch, plan))
+        attended = self._attend(x, caches, batch, plan)
         if self.opens_block:
             frame.bank_TH(n_blocks).copy_(residual)
             residual.copy_(attended)
@@ -109,6 +109,7 @@ class Layer:
     def _attend(
         self, x_TD: Tensor, caches: StageCaches, batch: Batch, plan: DecodePlan | None
     ) -> Tensor:
+        """[T, D], complete on every rank of the stage."""
         match self.attention, batch:
             case Mla() as mla, ChunkBatch():
                 return mla.chunk(x_TD, caches.latents[self.index], batch)
@@ -116,9 +117,9 @@ class Layer:
                 assert plan is not None
                 return mla.verify(x_TD, caches.latents[self.index], batch, plan)
             case Kda() as kda, ChunkBatch():
-                return kda.chunk(x_TD, caches, batch)
+                return self.comm.all_reduce(kda.chunk(x_TD, caches, batch))
             case Kda() as kda, VerifyBatch():
-                return kda.verify(x_TD, caches, batch)
+                return self.comm.all_reduce(kda.verify(x_TD, caches, batch))
         raise AssertionError("unreachable: every layer is MLA or KDA, every batch chunk or verify")
 
     def _feed_forward(self, x_TD: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class Stage:
     ) -> None:
         """Takes this stage's tensors from `weights`.
 
-        exchange: what context-parallel ranks of an MLA layer send each other, `value` or `latent`.
+        exchange: what context-parallel ranks of an MLA layer send each other, `value`, `latent` or `gather`.
         taps: layer ids captured over the whole pipeline (-1: embedding); `frame_layout` has the rules.
         shared_embedding: load the token table on the last stage too, for a drafter.
         """

@@ -2,12 +2,15 @@
 
 Cached per token: the normalised latent and the shared key dims, nothing positional. Queries are
 computed for the heads of `place.query_shard`; gate, value up-projection and output for those of
-`place.shard`. With a context-parallel group the partial outputs are exchanged by head and merged,
-either as latents (projected afterwards, for the own heads only) or as values (projected before, which
-sends C / V times fewer bytes and reads all heads' weights); the two agree because a merge is linear.
+`place.shard`. With a context-parallel group the partial outputs are exchanged and merged, in one of
+three ways that agree because a merge is linear:
+`latent`: each rank gets its own heads' latents and projects those heads only;
+`value`: projected before, which sends C / V times fewer bytes and reads all heads' value weights;
+`gather`: values of all heads to every rank of the stage, which then holds gate and output projection
+whole: its result is complete, and the layer has one message where the others need a second to add up.
 
 Letters: T tokens, D hidden size, H query heads, J output heads of this rank, N + R query dims,
-C latent width, K = C + R, V value dims.
+C latent width, K = C + R, V value dims, X = C or V, F ranks of the stage.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ from k3_kernels.api import AttentionOps
 from k3_kernels.reference.mla import DecodePlan
 from torch import Tensor
 
+from k3.errors import ModelError
 from k3.model.batch import ChunkBatch, VerifyBatch
 from k3.model.layers import linear, rms_norm
 from k3.model.spec import LORA_NORM_EPS, K3Spec
 from k3.model.weights import Weights
 from k3.parallel.collectives import Groups
-from k3.parallel.mesh import Place, Shard
+from k3.parallel.mesh import WHOLE, Place, Shard
+
+EXCHANGES = ("value", "latent", "gather")
 
 
 class Mla:
-    """One layer's attention; returns a partial sum over the shard group."""
+    """One layer's attention, complete on every rank of the shard group."""
 
     def __init__(
         self,
@@ -38,11 +44,15 @@ class Mla:
         prefix: str,
         exchange: str = "value",
     ) -> None:
-        """prefix: `model.layers.{i}.self_attn.`. exchange: `value` or `latent`, what context ranks send."""
+        """prefix: `model.layers.{i}.self_attn.`. exchange: `value`, `latent` or `gather`, see above."""
+        if exchange not in EXCHANGES:
+            raise ModelError(f"exchange={exchange!r}: expected one of {', '.join(EXCHANGES)}")
         self.spec = spec.mla
         self.ops = ops
-        self.context = groups.context
-        mla, query, out = spec.mla, place.query_shard, place.shard
+        self.context, self.shard, self.tp = groups.context, groups.shard, place.mesh.tp
+        self.exchange = exchange
+        self.gathers = exchange == "gather" and self.context.size > 1
+        mla, query, out = spec.mla, place.query_shard, WHOLE if self.gathers else place.shard
         self.n_heads, self.n_out = query.size(mla.n_heads), out.size(mla.n_heads)
 
         entries = [weights.take(f"{prefix}kv_a_proj_with_mqa.weight")]
@@ -62,9 +72,8 @@ class Mla:
         kv_up = weights.take(f"{prefix}kv_b_proj.weight", shard=query)
         self.kv_up_HDC = kv_up.view(self.n_heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
         self.k_up_HNC = self.kv_up_HDC[:, : mla.nope_dim]
-        self.sends_values = exchange == "value"
         own = Shard(place.cp_rank, place.mesh.cp).of(self.n_heads)
-        projected = slice(None) if self.sends_values else own
+        projected = own if exchange == "latent" else slice(None)
         self.v_up_HCV = self.kv_up_HDC[projected, mla.nope_dim :].transpose(1, 2)
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -79,7 +88,8 @@ class Mla:
 
     def _leave(self, o_TJV: Tensor, gate: Tensor | None) -> Tensor:
         o = o_TJV.flatten(1)
-        return linear(o if gate is None else o * torch.sigmoid(gate), self.o_proj)
+        y = linear(o if gate is None else o * torch.sigmoid(gate), self.o_proj)
+        return y if self.gathers else self.shard.all_reduce(y)
 
     def chunk(self, x_TD: Tensor, latents: Tensor, batch: ChunkBatch) -> Tensor:
         """Write the chunk's latents, then attend causally over everything cached. Needs cp = 1."""
@@ -107,30 +117,41 @@ class Mla:
         o, lse = self.ops.decode(q_THK, latents, plan, self.spec.scale, self.spec.kv_lora_rank)
         if self.context.size == 1:
             o = self._values(o)
-        elif self.sends_values:
-            o = self._exchange(self._values(o), lse)
+        elif self.exchange == "latent":
+            o = self._values(self._to_head_owners(o, lse))
+        elif self.gathers:
+            o = self._to_everybody(self._values(o), lse)
         else:
-            o = self._values(self._exchange(o, lse))
+            o = self._to_head_owners(self._values(o), lse)
         return self._leave(o, gate)
 
     def _values(self, o_THC: Tensor) -> Tensor:
         """Up-projection of the heads in `o_THC`: [T, H, V]."""
         return torch.bmm(o_THC.transpose(0, 1), self.v_up_HCV).transpose(0, 1)
 
-    def _exchange(self, o_THX: Tensor, lse_TH: Tensor) -> Tensor:
-        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, X].
+    def _to_head_owners(self, o_THX: Tensor, lse_TH: Tensor) -> Tensor:
+        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, X]."""
+        by_rank = _packed(o_THX, lse_TH).unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
+        received = self.context.all_to_all(by_rank)
+        return self.ops.merge(*_unpacked(received, o_THX.dtype, lse_TH.dtype))[0]
 
-        X: latent or value width. One packed message per rank: the bytes of the output beside those of
-        its log-sum-exp.
-        """
+    def _to_everybody(self, o_THX: Tensor, lse_TH: Tensor) -> Tensor:
+        """Partials of own heads over own keys -> merged output of the stage's heads over all keys [T, J, X]."""
+        received = self.shard.all_gather(_packed(o_THX, lse_TH).unsqueeze(0), 0)  # [F, T, H, bytes]
+        by_context = received.unflatten(0, (self.tp, self.context.size)).movedim(0, 2).flatten(2, 3)
+        return self.ops.merge(*_unpacked(by_context, o_THX.dtype, lse_TH.dtype))[0]
 
-        def by_rank(x: Tensor) -> Tensor:  # [ranks, T, J, bytes]
-            split = x.unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
-            return split.contiguous().view(torch.uint8)
 
-        sent = torch.cat((by_rank(o_THX), by_rank(lse_TH.unsqueeze(-1))), -1)
-        received = self.context.all_to_all(sent)
-        o_bytes = received.shape[-1] - lse_TH.element_size()
-        o = received[..., :o_bytes].contiguous().view(o_THX.dtype)
-        lse = received[..., o_bytes:].contiguous().view(lse_TH.dtype).squeeze(-1)
-        return self.ops.merge(o, lse)[0]
+def _packed(o_THX: Tensor, lse_TH: Tensor) -> Tensor:
+    """One message: the bytes of each head's output beside those of its log-sum-exp, [T, H, bytes]."""
+    parts = (o_THX.contiguous(), lse_TH.contiguous().unsqueeze(-1))
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def _unpacked(
+    message: Tensor, o_dtype: torch.dtype, lse_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output [..., X] and log-sum-exp [...] of a packed message [..., bytes]."""
+    o_bytes = message.shape[-1] - lse_dtype.itemsize
+    o = message[..., :o_bytes].contiguous().view(o_dtype)
+    return o, message[..., o_bytes:].contiguous().view(lse_dtype).squeeze(-1)

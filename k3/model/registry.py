@@ -42,7 +42,7 @@ def open_stage(
 
     dtype: float64, float32 or bfloat16, whatever the checkpoint stores.
     moe_weights: dequant, packed, or auto (dequant on CPU, packed elsewhere).
-    exchange: value or latent, what context-parallel ranks send each other in an MLA layer.
+    exchange: value, latent or gather, what context-parallel ranks send each other in an MLA layer.
     progress: called with (bytes done, bytes in all) after each tensor.
     Raises ModelError naming the field, tensor or file that does not fit.
     """

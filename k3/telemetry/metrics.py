@@ -236,7 +236,7 @@ class DecodeMetrics(EngineMetrics):
         )
         self.exchanged_bytes = d.counter(
             "k3_helix_exchange_bytes_total",
-            "Bytes one rank sent to the others of its context-parallel group in MLA layers.",
+            "Bytes one rank sent to others to merge attention over context-parallel ranks.",
         )
         self.preemptions = d.counter(
             "k3_preemptions_total", "Requests taken off their rows by the scheduler."

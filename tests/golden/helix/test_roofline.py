@@ -82,6 +82,20 @@ def test_values_win_on_slow_links_and_send_a_quarter_of_the_bytes() -> None:
     assert ratio == pytest.approx((2 * 512 + 4) / (2 * 128 + 4))
 
 
+def test_gathering_saves_a_reduction_per_mla_layer_and_loses_on_a_large_model() -> None:
+    """Each rank then reads gate and output projection whole: 176 M parameters more per layer than the message saves."""
+    load, plain = Load(8, 131072), Layout(16)
+    value, gather = (step_cost(K3, H200, Layout(2, 8, kind), load) for kind in ("value", "gather"))
+    layers = K3.mla_layers + K3.kda_layers + K3.moe_layers
+    assert gather.all_reduce / value.all_reduce == pytest.approx(1 - K3.mla_layers / layers)
+    more = K3.mla_layers * 2 * K3.gate_and_out * (1 - 1 / 16) / H200.mem_bw
+    assert gather.mla_weights - value.mla_weights == pytest.approx(more)
+    assert gather.total > value.total
+    assert step_cost(K3, H200, replace(plain, exchange="gather"), load) == step_cost(
+        K3, H200, plain, load
+    )
+
+
 def test_a_mixed_mesh_lies_between_its_ends() -> None:
     """Keys per rank fall with cp, replicated query weights fall with tp."""
     load = Load(8, 131072)

@@ -93,8 +93,8 @@ def test_the_overview_lists_open_requests_and_sums_their_tokens() -> None:
 
 
 def test_values_cost_fewer_bytes_than_latents_and_one_rank_costs_none() -> None:
-    def exchanged(**parallel: object) -> int:
-        config = replace(CONFIG, parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
+    def exchanged(tp: int = 1, cp: int = 1, exchange: str = "value") -> int:
+        config = replace(CONFIG, parallel=ParallelConfig(tp=tp, cp=cp, exchange=exchange))
         return Deployment.of(config, "digest").exchange_bytes
 
     spec = Deployment.of(CONFIG, "digest").spec
@@ -105,3 +105,7 @@ def test_values_cost_fewer_bytes_than_latents_and_one_rank_costs_none() -> None:
     assert exchanged(cp=2, exchange="latent") == layers * 2 * (spec.mla.kv_lora_rank + 1) * 8
     assert exchanged(tp=2, cp=2) == layers * 1 * (spec.mla.v_dim + 1) * 8
     assert exchanged(cp=4) == layers * 3 * (spec.mla.v_dim + 1) * 8
+    # gather: all four heads of the slice to every other rank of the stage
+    assert exchanged(tp=2, exchange="gather") == 0
+    assert exchanged(cp=2, exchange="gather") == layers * 4 * 1 * (spec.mla.v_dim + 1) * 8
+    assert exchanged(tp=2, cp=2, exchange="gather") == layers * 2 * 3 * (spec.mla.v_dim + 1) * 8

@@ -52,8 +52,21 @@ def _deal(pools: Pools, place: Place, prompt: int) -> tuple[Storage, Tensor]:
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4), Mesh(tp=2, cp=2)], ids=str)
-@pytest.mark.parametrize("exchange", ["value", "latent"])
-@pytest.mark.parametrize("prompt", [1, 3, 4, 5, 9, 31])
+@pytest.mark.parametrize(
+    ("prompt", "exchange"),
+    [
+        (1, "value"),
+        (1, "gather"),
+        (3, "latent"),
+        (4, "gather"),
+        (5, "value"),
+        (5, "latent"),
+        (9, "gather"),
+        (31, "value"),
+        (31, "latent"),
+        (31, "gather"),
+    ],
+)
 def test_verify_groups_over_context_ranks_equal_one_rank(
     solo: Stage, mesh: Mesh, prompt: int, exchange: str
 ) -> None:

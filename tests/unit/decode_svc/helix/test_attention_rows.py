@@ -20,6 +20,7 @@ from k3.config.resolve import EMBEDDED_MODEL
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from k3.model.batch import VerifyBatch
 from k3.model.registry import open_stage
+from k3.model.spec import K3Spec
 from k3.parallel.collectives import Collectives, Groups
 from k3.parallel.mesh import Mesh
 from tests.compare import assert_close
@@ -113,6 +114,7 @@ class Counted:
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         self.calls["all_gather"] += 1
+        self.calls["gathered bytes"] += tensor.nbytes * (self.size - 1)
         return self.inner.all_gather(tensor, dim)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -121,9 +123,8 @@ class Counted:
         return self.inner.all_to_all(tensor)
 
 
-def _step_of_one_token(cp: int, exchange: str, batch_size: int = 1) -> list[Counter[str]]:
-    """One step of rows with a single token each, all keys on rank 0; what every rank called."""
-    mesh = Mesh(cp=cp)
+def _step_of_one_token(mesh: Mesh, exchange: str, batch_size: int = 1) -> list[Counter[str]]:
+    """One step of rows with a single token each, all keys on context rank 0; what every rank called."""
     groups = mesh_groups(mesh)
 
     def body(rank: int) -> Counter[str]:
@@ -143,8 +144,8 @@ def _step_of_one_token(cp: int, exchange: str, batch_size: int = 1) -> list[Coun
         table = torch.arange(batch_size, dtype=torch.int32)[:, None]
         valid = torch.ones(batch_size, 1, dtype=torch.bool)
         base = torch.zeros(batch_size, dtype=torch.int64)
-        _, slot, bound = verify_tables(base, table, valid, P, cp, rank)
-        assert bound.tolist() == [int(rank == 0)] * batch_size
+        _, slot, bound = verify_tables(base, table, valid, P, mesh.cp, place.cp_rank)
+        assert bound.tolist() == [int(place.cp_rank == 0)] * batch_size
         batch = VerifyBatch(
             token_ids_T=torch.full((batch_size,), 5),
             page_table_BW=table,
@@ -159,30 +160,55 @@ def _step_of_one_token(cp: int, exchange: str, batch_size: int = 1) -> list[Coun
         assert torch.isfinite(stage.logits(stage.hidden(frame))).all()
         return calls
 
-    return run_group(cp, body)
+    return run_group(mesh.size, body)
 
 
-@pytest.mark.parametrize("exchange", ["value", "latent"])
+@pytest.mark.parametrize("exchange", ["value", "latent", "gather"])
 def test_r38_a_rank_without_keys_enters_every_collective(exchange: str) -> None:
-    calls = _step_of_one_token(2, exchange)
+    calls = _step_of_one_token(Mesh(cp=2), exchange)
     assert calls[0] == calls[1]
 
 
-@pytest.mark.parametrize("exchange", ["value", "latent"])
-def test_a_step_exchanges_once_per_mla_layer_and_reduces_twice_per_layer(exchange: str) -> None:
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(tp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("exchange", ["value", "latent", "gather"])
+def test_messages_of_a_step_are_counted_by_layer_and_their_number_ignores_the_batch(
+    exchange: str, mesh: Mesh
+) -> None:
+    """Two per layer: what attention adds up, what the feed-forward adds up. Only `gather` needs no third in MLA."""
     config = EngineConfig(
         role="decode",
         model=ModelConfig(str(NANO), "nano", "float64", "cpu", 64),
         cache=CacheConfig(page_tokens=P, pages=12, state_slots=4),
-        parallel=ParallelConfig(cp=2, exchange=exchange),
+        parallel=ParallelConfig(tp=mesh.tp, cp=mesh.cp, exchange=exchange),
     )
     deployment = Deployment.of(config, "digest")
     spec = deployment.spec
-    one, many = _step_of_one_token(2, exchange)[0], _step_of_one_token(2, exchange, 5)[0]
-    assert one["all_to_all"] == sum(map(spec.is_mla, range(spec.num_layers)))
-    assert one["all_reduce"] == 2 * spec.num_layers + 1  # the embedding's rows
-    assert one["all_gather"] == 1  # logits
-    assert one["exchanged bytes"] == deployment.exchange_bytes
-    assert many["exchanged bytes"] == 5 * deployment.exchange_bytes
-    assert many["all_to_all"] == one["all_to_all"]
-    assert many["all_reduce"] == one["all_reduce"]
+    one, many = (_step_of_one_token(mesh, exchange, size)[0] for size in (1, 5))
+    n_mla, n_layers = sum(map(spec.is_mla, range(spec.num_layers))), spec.num_layers
+    embedding, logits = 1, 1
+    if exchange == "gather":
+        messages = {
+            "all_reduce": 2 * n_layers - n_mla + embedding,
+            "all_gather": n_mla + logits,
+        }
+    else:
+        messages = {
+            "all_to_all": n_mla,
+            "all_reduce": 2 * n_layers + embedding,
+            "all_gather": logits,
+        }
+    sent = "gathered bytes" if exchange == "gather" else "exchanged bytes"
+    for calls, tokens in ((one, 1), (many, 5)):
+        assert {name: calls[name] for name in messages} == messages
+        assert calls["all_to_all"] == messages.get("all_to_all", 0)
+        head = tokens * spec.vocab_size * 8 // mesh.size * (mesh.size - 1)
+        gathered = head if sent == "gathered bytes" else 0
+        assert calls[sent] - gathered == tokens * deployment.exchange_bytes
+
+
+def test_on_cpu_every_layer_costs_two_messages() -> None:
+    flags = {"parallel.cp": "2", "model.path": str(NANO), "model.device": "cpu"}
+    exchange = load_engine("decode", CommandLine(flags), {}).config.parallel.exchange
+    calls = _step_of_one_token(Mesh(cp=2), exchange)[0]
+    n_messages = calls["all_reduce"] + calls["all_gather"] + calls["all_to_all"]
+    assert n_messages == 2 * K3Spec.from_folder(NANO).num_layers + 2  # embedding and logits
