@@ -55,7 +55,7 @@ class Request:
     pages: Tensor
     slot: int
     length: int = 0
-    read_column: int = 0
+    read_column: int = -1  # just filled
     ids: list[int] = field(default_factory=list)
 
 
@@ -70,6 +70,7 @@ class Pools:
         page_tokens: int = 4,
         columns: int = 1,
         seed: int = 0,
+        records: int = 0,
     ) -> None:
         names = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
         width = -(-max_tokens // page_tokens)
@@ -81,6 +82,7 @@ class Pools:
             page_tokens=page_tokens,
             dtype=names[stage.dtype],
             columns=columns,
+            records=records,
         )
         self.stage, self.page_tokens = stage, page_tokens
         # one page and one slot more than needed: never handed out, they stay NaN
@@ -115,7 +117,7 @@ class Pools:
         for request, tokens in chunks:
             request.length += len(tokens)
             request.ids += list(tokens)
-            request.read_column = 0
+            request.read_column = -1
         return output
 
     def prefill(self, request: Request, ids: Sequence[int], chunk: int) -> Tensor:

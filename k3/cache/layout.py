@@ -11,7 +11,8 @@ layers). Everything one request moves lies together, so one page or one head ran
 | conv   | slot | [heads, kda_layers, 3 (q, k, v), dim, width - 1] | head_shard   | yes  |
 | draft  | page | `DraftSpec.place_shape`, last stage              | replicated or head_shard | yes |
 
-At decode a unit of `draft` is one page place of a slot's ring: `columns` of them belong to a slot.
+At decode a unit of `draft` is one page place of a slot's ring: `columns` of them belong to a slot. What takes a verify
+group back (`Rollback`) lies beside the fields and is never sent.
 
 Pure arithmetic: no torch. `k3/cache/storage.py` allocates, `k3/transfer/plan.py` computes copies.
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from k3.errors import ConfigError
 from k3.model.digest import model_id
 from k3.model.dspark_spec import DraftSpec
 from k3.model.spec import K3Spec
@@ -71,6 +73,41 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollback:
+    """What a state slot of one rank keeps beside its fields so that any prefix of a verify group can be the real one.
+
+    group: tokens of a verify group. Snapshots keep `group` columns of the `kda` field; replay keeps one column and
+    `records` = group records of key, delta and log decay. Either way the inputs of the group's tokens extend the
+    convolution window by group - 1.
+    """
+
+    heads: int
+    layers: int
+    head_dim: int
+    group: int = 1
+    records: int = 0
+    record_dtype: str = "float32"
+    tail_dtype: str = "float32"
+
+    @property
+    def tail_shape(self) -> tuple[int, ...]:
+        """Of one layer."""
+        return (self.heads, 3, self.head_dim, self.group - 1)
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """Of one layer: 3 are k, u, g."""
+        return (self.heads, 3, self.records, self.head_dim)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of all layers."""
+        tails = prod(self.tail_shape) * DTYPE_BYTES[self.tail_dtype]
+        records = prod(self.record_shape) * DTYPE_BYTES[self.record_dtype]
+        return self.layers * (tails + records)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayout:
     """All fields of one rank, and the numbers a peer must share.
 
@@ -86,6 +123,7 @@ class CacheLayout:
     head_dim: int
     conv_width: int
     fields: tuple[Field, ...]
+    rollback: Rollback
 
     def field(self, name: str) -> Field | None:
         """The field called `name`, or None when this stage has no such layers."""
@@ -99,7 +137,8 @@ class CacheLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes one state slot costs on this rank."""
-        return sum(f.unit_bytes * f.columns for f in self.fields if f.unit is Unit.SLOT)
+        fields = sum(f.unit_bytes * f.columns for f in self.fields if f.unit is Unit.SLOT)
+        return fields + self.rollback.slot_bytes
 
     def pages_for(self, memory_bytes: int, n_slots: int) -> int:
         """Pages that fit beside `n_slots` state slots; 0 or less when the slots alone do not fit.
@@ -119,6 +158,7 @@ def build_layout(
     page_tokens: int,
     dtype: str,
     columns: int = 1,
+    records: int = 0,
     draft: DraftSpec | None = None,
     draft_places: int = 0,
 ) -> CacheLayout:
@@ -126,8 +166,14 @@ def build_layout(
 
     dtype: the model's dtype; the recurrent state is float32, or float64 when the model is float64.
     columns: pool slots per state slot (1, or k + 1 for snapshots of a verify group).
+    records: tokens of a verify group whose records are kept instead (replay: k + 1); then columns must be 1.
     draft: the drafter whose rows are kept; draft_places: page places of each slot's ring, 0 = rows lie in pages.
     """
+    if records and columns != 1:
+        raise ConfigError(
+            f"columns={columns} with records={records}: a slot keeps either a state or a record per group token; "
+            "set one of them"
+        )
     shards = mesh.tp * mesh.cp
     layers = mesh.stage_layers(spec.num_layers)[stage]
     mla = tuple(i for i in layers if spec.is_mla(i))
@@ -157,6 +203,15 @@ def build_layout(
         head_dim=spec.kda_head_dim,
         conv_width=spec.conv_width,
         fields=tuple(fields),
+        rollback=Rollback(
+            heads=heads,
+            layers=len(kda),
+            head_dim=spec.kda_head_dim,
+            group=max(columns, records),
+            records=records,
+            record_dtype=state_dtype,
+            tail_dtype=dtype,
+        ),
     )
 
 

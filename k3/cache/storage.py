@@ -3,7 +3,7 @@
 Every pool is one contiguous, 4 KiB aligned tensor that is registered once and never moved or freed
 before shutdown. Pages are page-major and slots head-major (`k3/cache/layout.py`), so a layer sees a
 strided view of its pool. `tails` hold what a verify step keeps beyond the transferred convolution
-window; they are never registered.
+window, `records` what the replay form keeps of its tokens; neither is ever registered.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ class Storage:
             for field in layout.fields
         }
         self._fill = fill
-        self._tails = self._allocate_tails()
+        rollback = layout.rollback
+        self._tails = self._beside("conv", rollback.tail_shape)
+        self._records = self._beside("kda", rollback.record_shape) if rollback.records else {}
 
-    def _allocate_tails(self) -> dict[int, Tensor]:
-        """Per KDA layer [slots, heads, 3, dim, columns - 1]; the last axis is empty without drafts."""
-        conv, columns = self.layout.field("conv"), self.columns
-        if conv is None:
+    def _beside(self, name: str, shape: tuple[int, ...]) -> dict[int, Tensor]:
+        """Per layer of a field a tensor [slots, *shape] of its dtype."""
+        field = self.layout.field(name)
+        if field is None:
             return {}
-        heads, _, sections, dim, _ = conv.shape
-        shape = (len(conv.layers), self.n_slots, heads, sections, dim, columns - 1)
-        pool = self.pools["conv"]
-        tails = torch.full(shape, self._fill, dtype=pool.dtype, device=pool.device)
-        return dict(zip(conv.layers, tails, strict=True))
+        pool = self.pools[name]
+        whole = (len(field.layers), self.n_slots, *shape)
+        tensors = torch.full(whole, self._fill, dtype=pool.dtype, device=pool.device)
+        return dict(zip(field.layers, tensors, strict=True))
 
     @property
     def columns(self) -> int:
@@ -72,6 +73,7 @@ class Storage:
             windows=self._views("conv"),
             tails=self._tails,
             columns=self.columns,
+            records=self._records,
         )
 
     def _views(self, name: str) -> dict[int, Tensor]:
@@ -95,13 +97,13 @@ class Storage:
                 self.pools[field.name][page, ..., rows:, :] = 0
 
     def zero_slot(self, slot: int) -> None:
-        """Zero a state slot: all its columns, window and tail."""
+        """Zero a state slot: all its columns, window, tail and records."""
         for field in self.layout.fields:
             if field.unit is Unit.SLOT:
                 first = slot * field.columns
                 self.pools[field.name][first : first + field.columns] = 0
-        for tail in self._tails.values():
-            tail[slot] = 0
+        for beside in (*self._tails.values(), *self._records.values()):
+            beside[slot] = 0
 
 
 def _allocate(field: Field, n_pages: int, n_slots: int, device: torch.device) -> Tensor:

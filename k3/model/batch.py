@@ -10,7 +10,7 @@ overwrites per step, so a captured graph stays valid.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -51,7 +51,8 @@ class VerifyBatch:
     slot_T: int64 [B * G]; -1: another rank owns the token, or the row is padding; not written.
     bound_T: int32 [B * G]; keys of this rank the token may see, itself included if it is here.
     state_slots_B: int64; padding rows name a slot that no request uses.
-    read_column_B: int64; group token of the last step whose state is the committed one (0..k).
+    read_column_B: int64; group token of the last step whose state is the committed one (0..k), -1 in a slot that was
+      just filled by a chunk or a transfer.
     group: G.
     max_bound: host upper bound of `bound_T`, at most W * P; the reference reads no page beyond it.
     """
@@ -81,9 +82,10 @@ class StageCaches:
     latents: [pages, P, C + R] of MLA layers.
     states: [S * columns, H, D, D] recurrent state, V-first, of KDA layers.
     windows: [S, H, 3 (q, k, v), D, w - 1] last convolution inputs, oldest first.
-    tails: [S, H, 3, D, columns - 1] what a verify step holds beyond them. Columns `a .. a + w - 2`
+    tails: [S, H, 3, D, G - 1] what a verify step holds beyond them. Columns `a .. a + w - 2`
       of window ++ tail are the window after `a` accepted drafts. Never transferred.
     columns: pool slots of `states` per state slot.
+    records: [S, H, 3 (k, u, g), G, D] what a verify step holds instead of a state per token; empty with snapshots.
     """
 
     latents: dict[int, Tensor]
@@ -91,3 +93,4 @@ class StageCaches:
     windows: dict[int, Tensor]
     tails: dict[int, Tensor]
     columns: int = 1
+    records: dict[int, Tensor] = field(default_factory=dict[int, Tensor])

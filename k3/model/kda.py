@@ -103,7 +103,7 @@ class Kda:
         return self._leave(torch.cat(outputs), gate)
 
     def verify(self, x_TD: Tensor, caches: StageCaches, batch: VerifyBatch) -> Tensor:
-        """One group per row from its read column; one state and one window column stay per token."""
+        """One group per row from its read column; what every token of it may leave behind stays until the next."""
         u, gate, g, beta = self._enter(x_TD)
         rows = (-1, batch.group)
         y = self.ops.conv_verify(
@@ -125,5 +125,6 @@ class Kda:
             batch.state_slots_B,
             batch.read_column_B,
             caches.columns,
+            caches.records.get(self.layer),
         )
         return self._leave(o.flatten(0, 1), gate)

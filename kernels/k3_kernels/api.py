@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from k3_kernels.reference import attnres, conv, kda, lse, mla, moe
+from k3_kernels.reference import attnres, conv, kda, lse, mla, moe, replay
 from k3_kernels.reference.moe import ExpertWeights, Routing
 
 
@@ -116,8 +116,13 @@ class KdaOps(Protocol):
         slots_B: Tensor,
         read_column_B: Tensor,
         columns: int,
+        records: Tensor | None = None,
     ) -> Tensor:
-        """One group per row from its read column: o; leaves one state per group token."""
+        """One group per row from its read column (-1: the slot was just filled): o.
+
+        Without `records` one state per group token stays (snapshots: `reference.kda.verify`), `columns` per slot;
+        with them the state before the group and a record per token (replay: `reference.replay.verify`, columns = 1).
+        """
         ...
 
 
@@ -162,13 +167,32 @@ class ReferenceAttention:
 
 
 class ReferenceKda:
-    """Torch reference: tiles for chunks, one state per group token for verify."""
+    """Torch reference: tiles for chunks, token by token for verify."""
 
     conv_chunk = staticmethod(conv.chunk)
     conv_verify = staticmethod(conv.verify)
     gate = staticmethod(kda.gate)
     chunk = staticmethod(kda.chunk)
-    verify = staticmethod(kda.verify)
+
+    def verify(
+        self,
+        q_BGHD: Tensor,
+        k_BGHD: Tensor,
+        v_BGHD: Tensor,
+        g_BGHD: Tensor,
+        beta_BGH: Tensor,
+        states: Tensor,
+        slots_B: Tensor,
+        read_column_B: Tensor,
+        columns: int,
+        records: Tensor | None = None,
+    ) -> Tensor:
+        """Snapshots without records, replay with them."""
+        group = (q_BGHD, k_BGHD, v_BGHD, g_BGHD, beta_BGH)
+        if records is None:
+            return kda.verify(*group, states, slots_B, read_column_B, columns)
+        assert columns == 1, f"columns={columns}: a slot with records holds one state"
+        return replay.verify(*group, states, records, slots_B, read_column_B)
 
 
 class ReferenceMoe:

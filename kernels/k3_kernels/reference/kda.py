@@ -1,8 +1,9 @@
-"""Kimi Delta Attention: gate, recurrence, chunked form, and the verify form with one state per token.
+"""Kimi Delta Attention: gate, recurrence, chunked form, and verify with one state per token (snapshots).
 
 State per head is V-first, `S[v, k]`, wide dtype. One token: S decays per key channel by exp(g), then
 `u = beta (v - S k)`, `S += u k^T`, `o = S q`: decay first, the delta uses the decayed state, the output
 the updated one. q and k arrive L2-normalised (q also scaled), g in log space.
+The other form of verify, replay, is `replay.py`.
 
 Letters: T tokens, B rows, G group tokens, H heads, D head dim (K key side, V value side), C tokens of a
 tile, n tiles.  Golden: k3/components.safetensors.
@@ -32,15 +33,38 @@ def l2_normalize(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + constant(eps, x))
 
 
+def advance(
+    state_BHVK: Tensor, k_BHD: Tensor, v_BHD: Tensor, g_BHD: Tensor, beta_BH: Tensor
+) -> Tensor:
+    """One token of each row into its state, in place. Returns the delta u [B, H, V]."""
+    decay(state_BHVK, g_BHD)
+    k = k_BHD.unsqueeze(-1)
+    u = (v_BHD.unsqueeze(-1) - state_BHVK @ k) * beta_BH.view(*beta_BH.shape, 1, 1)
+    add(state_BHVK, k_BHD, u.squeeze(-1))
+    return u.squeeze(-1)
+
+
+def decay(state_BHVK: Tensor, g_BHD: Tensor) -> None:
+    """S <- S diag(exp g), in place."""
+    state_BHVK.mul_(g_BHD.exp().unsqueeze(-2))
+
+
+def add(state_BHVK: Tensor, k_BHD: Tensor, u_BHV: Tensor) -> None:
+    """S <- S + u k^T, in place."""
+    state_BHVK.addcmul_(u_BHV.unsqueeze(-1), k_BHD.unsqueeze(-2))
+
+
+def read(state_BHVK: Tensor, q_BHD: Tensor) -> Tensor:
+    """S q: [B, H, V]."""
+    return (state_BHVK @ q_BHD.unsqueeze(-1)).squeeze(-1)
+
+
 def step(
     state_BHVK: Tensor, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor, g_BHD: Tensor, beta_BH: Tensor
 ) -> Tensor:
     """One token of each row; updates the state in place, returns o [B, H, D]."""
-    state_BHVK.mul_(g_BHD.exp().unsqueeze(-2))
-    k = k_BHD.unsqueeze(-1)
-    u = (v_BHD.unsqueeze(-1) - state_BHVK @ k) * beta_BH.view(*beta_BH.shape, 1, 1)
-    state_BHVK.addcmul_(u, k_BHD.unsqueeze(-2))
-    return (state_BHVK @ q_BHD.unsqueeze(-1)).squeeze(-1)
+    advance(state_BHVK, k_BHD, v_BHD, g_BHD, beta_BH)
+    return read(state_BHVK, q_BHD)
 
 
 def recurrent(
@@ -133,11 +157,12 @@ def verify(
     """One group per row, every token's state kept. Returns o [B, G, H, D].
 
     states: [slots * columns, H, V, K]; row b starts from column `read_column_B[b]` of slot
-    `slots_B[b]` and leaves the state after group token t in column t.
+    `slots_B[b]` (-1: the slot was just filled, its state lies in column 0) and leaves the state after
+    group token t in column t.
     """
     first = slots_B * columns
     # A copy, because the source column may be overwritten below.
-    state = states.index_select(0, first + read_column_B).to(q_BGHD.dtype)
+    state = states.index_select(0, first + read_column_B.clamp(min=0)).to(q_BGHD.dtype)
     outputs: list[Tensor] = []
     for t in range(q_BGHD.shape[1]):
         outputs.append(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from k3.cache.layout import build_layout, fingerprint, first_difference, layout_document
+from k3.errors import ConfigError
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 
@@ -54,7 +55,26 @@ def test_a_stage_without_a_kind_of_layer_has_no_such_field():
 def test_snapshots_cost_one_recurrent_state_per_column_but_one_window():
     plain, snapshots = layout(MINI), layout(MINI, columns=8)
     kda = plain.field("kda").unit_bytes
-    assert snapshots.slot_bytes == plain.slot_bytes + 7 * kda
+    tails = 9 * 8 * 3 * 32 * 7 * 2  # layers, heads, q k v, dim, further inputs, bfloat16
+    assert snapshots.slot_bytes == plain.slot_bytes + 7 * kda + tails
+
+
+@pytest.mark.parametrize("ranks", [1, 16])
+def test_replay_of_real_k3_costs_records_instead_of_states(ranks):
+    mesh = Mesh(cp=ranks)
+    plain = layout(K3, mesh).slot_bytes
+    tails = 69 * 96 * 3 * 128 * 7 * 2
+    records = 69 * 96 * 3 * 128 * 8 * 4
+    replay, snapshots = layout(K3, mesh, records=8), layout(K3, mesh, columns=8)
+    assert (replay.slot_bytes - plain) * ranks == records + tails
+    assert records == 81_395_712
+    assert (snapshots.slot_bytes - plain) * ranks == 7 * 69 * 96 * 128 * 128 * 4 + tails
+    assert replay.field("kda").columns == 1
+
+
+def test_a_slot_keeps_states_or_records_but_not_both():
+    with pytest.raises(ConfigError, match="columns=2 with records=2"):
+        layout(MINI, columns=2, records=2)
 
 
 def test_float64_models_keep_float64_state():

@@ -75,15 +75,17 @@ def test_a_decode_batch_gives_what_each_row_gives_alone(stage: Stage) -> None:
         assert_close(row[0], _whole(stage, [*prompt, token])[-1], ATOL, f"row after {len(prompt)}")
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize(
+    ("group", "form"), [*((g, "columns") for g in range(1, 9)), (1, "records"), (7, "records")]
+)
 def test_verify_groups_equal_sequential_decoding_whatever_is_accepted(
-    stage: Stage, group: int
+    stage: Stage, group: int, form: str
 ) -> None:
     """Two rows, several steps; step s accepts a changing number of drafts, the rest are wrong."""
     k = group - 1
     truth = [_ids(60, 7), _ids(60, 8)]
     expected = [_whole(stage, ids) for ids in truth]
-    pools = Pools(stage, 2, 90, columns=group)
+    pools = Pools(stage, 2, 90, **{form: group})
     lengths = [5, 9]
     for request, ids, n in zip(pools.requests, truth, lengths, strict=True):
         pools.prefill(request, ids[:n], 4)
@@ -101,10 +103,11 @@ def test_verify_groups_equal_sequential_decoding_whatever_is_accepted(
             assert_close(logits[row, : a + 1], expected[row][base : base + a + 1], ATOL, what)
 
 
-def test_closing_the_drafts_keeps_the_same_state_form(stage: Stage) -> None:
+@pytest.mark.parametrize("form", ["columns", "records"])
+def test_closing_the_drafts_keeps_the_same_state_form(stage: Stage, form: str) -> None:
     """Steps of a wide group with padding after the anchor equal plain decoding."""
     ids = _ids(20, 3)
-    pools = Pools(stage, 1, 40, columns=4)
+    pools = Pools(stage, 1, 40, **{form: 4})
     request = pools.requests[0]
     pools.prefill(request, ids[:7], 7)
     expected = _whole(stage, ids)
@@ -127,12 +130,13 @@ def test_closing_the_drafts_keeps_the_same_state_form(stage: Stage) -> None:
         assert_close(pools.logits(output)[0], expected[base], ATOL, f"base {base}")
 
 
-def test_rejected_drafts_are_out_of_reach(stage: Stage) -> None:
-    """Whatever a rejected draft left in pages, states and windows may be NaN: nothing changes."""
+@pytest.mark.parametrize("form", ["columns", "records"])
+def test_rejected_drafts_are_out_of_reach(stage: Stage, form: str) -> None:
+    """Whatever a rejected draft left in pages, states, records and windows may be NaN: nothing changes."""
     ids = _ids(16, 11)
     results = []
     for poison in (False, True):
-        pools = Pools(stage, 1, 40, columns=4)
+        pools = Pools(stage, 1, 40, **{form: 4})
         request = pools.requests[0]
         pools.prefill(request, ids[:9], 5)
         pools.verify([(request, [ids[9], ids[10], 3, 4])], [1])
@@ -149,9 +153,12 @@ def _poison_rejected(pools: Pools, accepted: int) -> None:
         for latents in pools.caches.latents.values():
             latents[page, position % pools.page_tokens] = nan
     for layer, states in pools.caches.states.items():
-        columns = states[request.slot * 4 : request.slot * 4 + 4]
-        columns[:accepted] = nan
-        columns[accepted + 1 :] = nan
+        if layer in pools.caches.records:
+            pools.caches.records[layer][request.slot, :, :, accepted + 1 :] = nan
+        else:
+            columns = states[request.slot * 4 : request.slot * 4 + 4]
+            columns[:accepted] = nan
+            columns[accepted + 1 :] = nan
         pools.caches.windows[layer][request.slot][..., :accepted] = nan
         pools.caches.tails[layer][request.slot][..., accepted:] = nan
 
