@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from k3.config.pipeline import PIPELINE_RULES, STAGE_RULES, Pipeline
 from k3.config.resolve import GPU_DRIVER_FILES
 from k3.config.router_refusals import ROUTER_RULES
 from k3.config.rule import (
@@ -100,21 +101,12 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "PP_NOT_AVAILABLE",
-        ENGINES,
+        DECODE,
         ("parallel.pp",),
-        "parallel.pp > 1",
-        f"pipeline stages are {NOT_YET}",
-        "set parallel.pp=1",
+        "parallel.pp > 1 on decode",
+        f"decode over pipeline stages is {NOT_YET}",
+        "set parallel.pp=1; prefill may have stages",
         lambda c: c.parallel.pp > 1,
-    ),
-    Rule(
-        "TP_NOT_AVAILABLE",
-        PREFILL,
-        ("parallel.tp",),
-        "parallel.tp > 1 on prefill",
-        f"tensor parallel prefill is {NOT_YET}",
-        "set parallel.tp=1",
-        lambda c: c.parallel.tp > 1,
     ),
     Rule(
         "DRAFTS_ON_PREFILL",
@@ -290,15 +282,7 @@ FIT_RULES: tuple[Rule[Fit], ...] = (
         "point spec.drafter at the drafter released with the model, or leave it empty",
         unfit_drafter,
     ),
-    Rule(
-        "STAGES",
-        ENGINES,
-        ("parallel.pp",),
-        "parallel.pp exceeds the layers of the model",
-        "a stage holds at least one layer",
-        "lower parallel.pp",
-        lambda f: f.config.parallel.pp > f.spec.num_layers,
-    ),
+    *STAGE_RULES,
     Rule(
         "MODEL_LEN",
         ENGINES,
@@ -332,6 +316,8 @@ FIT_RULES: tuple[Rule[Fit], ...] = (
 def refuse(config: EngineConfig, spec: K3Spec | None) -> list[Refusal]:
     """Every violated rule of an engine. `spec` is None when the model cannot be read; a rule says so."""
     found = [rule.judge(config, config) for rule in ENGINE_RULES if config.role in rule.roles]
+    pipeline = Pipeline.of(config)
+    found += [rule.judge(pipeline, config) for rule in PIPELINE_RULES if config.role in rule.roles]
     if spec is not None:
         fit = Fit(config, spec)
         found += [rule.judge(fit, config) for rule in FIT_RULES if config.role in rule.roles]
@@ -346,7 +332,7 @@ def refuse_router(config: RouterConfig) -> list[Refusal]:
 
 def document() -> str:
     """The table as Markdown: `docs/refusals.md`."""
-    return markdown((*ENGINE_RULES, *FIT_RULES, *ROUTER_RULES))
+    return markdown((*ENGINE_RULES, *PIPELINE_RULES, *FIT_RULES, *ROUTER_RULES))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 import k3
 from k3.cache.layout import build_layout
 from k3.config import speculation
+from k3.config.stages import mesh_of
 from k3.config.tree import EngineConfig, ModelConfig, RouterConfig
 from k3.model.spec import K3Spec
-from k3.parallel.mesh import Mesh
 
 EMBEDDED_MODEL = Path(k3.__file__).parent / "assets" / "tiny"
 EMBEDDED_NAME = "k3-mini"
@@ -109,7 +109,7 @@ def resolve_sizes(config: EngineConfig, spec: K3Spec) -> EngineConfig:
 
 def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
     """Pages that fit into `memory_bytes` beside the state slots, on the tightest stage; 0 or less if none."""
-    mesh = Mesh(config.parallel.pp, config.parallel.tp, config.parallel.cp)
+    mesh = mesh_of(config)
     cache = config.cache
     return min(
         build_layout(

@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from k3.config import speculation
 from k3.config.keys import flatten
 from k3.config.resolve import pages_in_memory
+from k3.config.stages import unfit_stages
 from k3.config.tree import EngineConfig, ModelConfig
 from k3.errors import ModelError
 from k3.model.spec import K3Spec
@@ -187,7 +188,9 @@ def no_page_fits(fit: Fit) -> bool:
     """Whether the memory holds not even one page; only where a rank's share is defined at all."""
     c = fit.config
     has_share = (
-        not indivisible(fit) and not unfit_drafter(fit) and c.parallel.pp <= fit.spec.num_layers
+        not indivisible(fit)
+        and not unfit_drafter(fit)
+        and unfit_stages(c, fit.spec.num_layers) is None
     )
     return not c.cache.pages and has_share and pages_in_memory(c, fit.spec) < 1
 

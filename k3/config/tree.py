@@ -54,6 +54,10 @@ class ParallelConfig:
     """How the model is spread over ranks."""
 
     pp: int = key(1, "pipeline stages", least=1)
+    partition: str = key("", "layers of each stage, as in 5,4; empty = balanced")
+    pp_remote_kv: bool = key(
+        False, "decode over pipeline stages: every stage takes caches from prefill"
+    )
     tp: int = key(1, "tensor parallel size", least=1)
     cp: int = key(1, "helix context parallel size (decode only)", least=1)
     exchange: str = key(

@@ -22,6 +22,9 @@ from k3.model.spec import K3Spec
 
 Shapes = dict[str, tuple[tuple[int, ...], ...]]
 
+METHOD = "dspark"
+# Targets whose stages relay the taps of a drafter of this method, and keep the embedding on the last stage for it.
+PIPELINE_PAIRS = frozenset({("kimi_k3", METHOD), ("kimi_k31", METHOD)})
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 SHARED = ("embed_tokens.", "lm_head.", "rotary_emb.")  # the target's own, never loaded from here
 CONFIDENCE = "confidence_head."

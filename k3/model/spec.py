@@ -20,6 +20,7 @@ from typing import Any, cast
 from k3.errors import ModelError
 from k3.model.fields import Fields
 
+FAMILY = "kimi_k3"
 K3_ARCHITECTURE = "KimiK3ForConditionalGeneration"
 ARCHITECTURES = {
     K3_ARCHITECTURE: K3_ARCHITECTURE,

@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 from k3.cache.layout import fingerprint, layout_document
 from k3.config import speculation
 from k3.config.load import config_hash, to_json
+from k3.config.stages import mesh_of
 from k3.config.tree import EngineConfig
 from k3.errors import ConfigError
 from k3.model.digest import model_digest as folder_digest
@@ -48,7 +49,7 @@ class Deployment:
     @classmethod
     def of(cls, config: EngineConfig, model_digest: str) -> Self:
         """Read the model's configuration. Raises ModelError; ConfigError when the tree is not resolved."""
-        cache, parallel = config.cache, config.parallel
+        cache = config.cache
         if cache.pages < 1 or cache.state_slots <= cls.N_DUMMIES or config.model.max_model_len < 1:
             raise ConfigError(
                 f"cache.pages={cache.pages}, cache.state_slots={cache.state_slots}, model.max_model_len="
@@ -56,7 +57,7 @@ class Deployment:
                 f"({cls.N_DUMMIES} dummies) and 1 token; load the tree with k3.config.load"
             )
         spec = K3Spec.from_folder(Path(config.model.path))
-        mesh = Mesh(parallel.pp, parallel.tp, parallel.cp)
+        mesh = mesh_of(config)
         stages = mesh.stage_layers(spec.num_layers)
         draft, draft_fingerprint = speculation.drafter(config), ""
         if draft is not None:

@@ -25,6 +25,7 @@ from k3_kernels.api import Backends, select
 from k3.cache.layout import CacheLayout, Unit, build_layout
 from k3.cache.storage import Storage
 from k3.config import load, speculation
+from k3.config.stages import mesh_of
 from k3.config.tree import EngineConfig
 from k3.device import open_device
 from k3.model.dspark import DraftContext, Drafter, open_context, open_drafter
@@ -113,7 +114,7 @@ def _serve(
     progress = _Progress(plans)
     draft = speculation.drafter(config)
     spec = K3Spec.from_folder(Path(config.model.path))
-    mesh = Mesh(config.parallel.pp, config.parallel.tp, config.parallel.cp)
+    mesh = mesh_of(config)
     place = mesh.place(rank)
     kind = config.model.device
     device = open_device(kind if kind == "cpu" else f"{kind}:{rank}", config.backends.threads)

@@ -135,6 +135,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
             "SECTION",
             "UNKNOWN_KEY",
             "PP_NOT_AVAILABLE",
+            "PP_REMOTE_KV",
         ]
     )
     text = "\n".join(map(str, loaded.problems))
@@ -142,7 +143,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
         assert f"did you mean {hint}" in text
     with pytest.raises(errors.RefusedError) as caught:
         loaded.require()
-    assert len(caught.value.reasons) == 7
+    assert len(caught.value.reasons) == 8
 
 
 @pytest.mark.parametrize(
@@ -286,11 +287,11 @@ def test_aliases_reach_their_keys_and_nothing_heavy_is_imported():
 
 
 def test_start_up_prints_every_problem_to_stderr_and_exits_with_2():
-    done = run("prefill", "--page-tokenz", "8", "--pp", "2", "--cache-pages", "many")
+    done = run("prefill", "--page-tokenz", "8", "--cp", "2", "--cache-pages", "many")
     assert (done.returncode, done.stdout) == (2, "")
     for word in (
         "did you mean --page-tokens?",
-        "PP_NOT_AVAILABLE",
+        "HELIX_PREFILL",
         "cache.pages='many'",
         "3 problems",
     ):

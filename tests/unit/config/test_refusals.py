@@ -11,6 +11,7 @@ from k3.config import refusals
 from k3.config.commandline import CommandLine
 from k3.config.load import load_engine, load_router
 from k3.config.resolve import EMBEDDED_MODEL
+from k3.config.stages import mesh_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 ENGINE_CASES = [
@@ -19,8 +20,8 @@ ENGINE_CASES = [
     ("DEVICE", "prefill", {"model.device": "cuda"}),
     ("HELIX_PREFILL", "prefill", {"parallel.cp": "2"}),
     ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
-    ("PP_NOT_AVAILABLE", "prefill", {"parallel.pp": "2"}),
-    ("TP_NOT_AVAILABLE", "prefill", {"parallel.tp": "2"}),
+    ("PP_NOT_AVAILABLE", "decode", {"parallel.pp": "2", "parallel.pp_remote_kv": "true"}),
+    ("PP_REMOTE_KV", "decode", {"parallel.pp": "2"}),
     ("HELIX_BOTH", "decode", {"role": "both", "parallel.cp": "2"}),
     ("DRAFTS_ON_PREFILL", "prefill", {"spec.draft_tokens": "7"}),
     ("DRAFTS_WITHOUT_DRAFTER", "decode", {"spec.draft_tokens": "7"}),
@@ -48,7 +49,11 @@ ENGINE_CASES = [
     ("TLS_FILES", "prefill", {"serve.tls_cert": __file__, "serve.tls_key": __file__}),
     ("TLS_CLIENT_AUTH", "decode", {"serve.tls_client_auth": "true"}),
     ("HEADS", "decode", {"parallel.tp": "3"}),
-    ("STAGES", "prefill", {"parallel.pp": "99"}),
+    ("PP_GT_LAYERS", "prefill", {"parallel.pp": "99"}),
+    ("PP_PARTITION_TEXT", "prefill", {"parallel.partition": "all"}),
+    ("PP_PARTITION_COUNT", "prefill", {"parallel.pp": "2", "parallel.partition": "8"}),
+    ("PP_PARTITION_EMPTY", "prefill", {"parallel.pp": "2", "parallel.partition": "8,0"}),
+    ("PP_PARTITION_SUM", "prefill", {"parallel.pp": "2", "parallel.partition": "4,5"}),
     ("MODEL_LEN", "decode", {"model.max_model_len": "1000000"}),
     ("POOL_BELOW_MODEL_LEN", "decode", {"model.max_model_len": "161", "cache.pages": "10"}),
     ("MEMORY", "decode", {"cache.memory_bytes": "1KiB"}),
@@ -62,12 +67,14 @@ ROUTER_CASES = [
     ("FLEET_TLS_CA", {"fleet.tls_cert": __file__, "fleet.tls_key": __file__}),
     ("FLEET_TLS_FILES", {"fleet.tls_ca": "/nowhere"}),
 ]
+# No key of this version violates these; tests/golden/prefix/test_config_refusals.py does, with facts.
+WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_CUDA_GRAPH", "PP_SPEC_PAIR", "PP_CONFIDENCE"}
 # Settings that break a second rule by nature.
 COMPANIONS = {
     "HELIX_BOTH": {"ROLE_BOTH"},
-    "HELIX_PIPELINE": {"PP_NOT_AVAILABLE"},
+    "HELIX_PIPELINE": {"PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
+    "PP_REMOTE_KV": {"PP_NOT_AVAILABLE"},
     "FLEET_TLS_CA": {"FLEET_TLS_FILES"},
-    "STAGES": {"PP_NOT_AVAILABLE"},
 }
 
 
@@ -122,11 +129,29 @@ def test_any_mesh_that_divides_every_axis_is_accepted_by_decode(tp, cp):
     assert load_engine("decode", CommandLine(flags), {}).problems == ()
 
 
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_prefill_takes_any_stages_and_ranks_that_the_model_divides_into(pp, tp):
+    flags = {"parallel.pp": str(pp), "parallel.tp": str(tp), "spec.drafter": "draft-mla"}
+    assert load_engine("prefill", CommandLine(flags), {}).problems == ()
+
+
+def test_layers_per_stage_may_be_given():
+    flags = {"parallel.pp": "3", "parallel.partition": "1, 9,3"}
+    config = load_engine("prefill", CommandLine(flags), {}).require()
+    assert [len(layers) for layers in mesh_of(config).stage_layers(13)] == [1, 9, 3]
+
+
 def test_every_rule_has_a_case():
     tested = {code for code, *_ in (*ENGINE_CASES, *ROUTER_CASES)} | {"MODEL_CONFIG"}
-    rules = (*refusals.ENGINE_RULES, *refusals.FIT_RULES, *refusals.ROUTER_RULES)
-    assert tested == {rule.code for rule in rules}
-    assert len(rules) == len(tested)
+    rules = (
+        *refusals.ENGINE_RULES,
+        *refusals.PIPELINE_RULES,
+        *refusals.FIT_RULES,
+        *refusals.ROUTER_RULES,
+    )
+    assert tested | WITHOUT_A_KEY == {rule.code for rule in rules}
+    assert len(rules) == len(tested) + len(WITHOUT_A_KEY)
 
 
 def test_values_just_inside_the_rules_are_accepted():
