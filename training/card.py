@@ -130,6 +130,6 @@ _LIMITS = """## Limits
   seven; the fact suites state the key first.
 * Chat answers are a few dozen fixed sentences. Everything else is answered with invention.
 * The confidence heads are trained on the target's own text and not calibrated on rollouts.
-* Two runs of the same commands on the same kind of machine are expected within a point; GPU sums are not
-  bit-reproducible.
+* Two runs of the same commands on the same kind of machine are expected within a point; the bits of this one
+  are not reproducible. With `--repeatable` they are: two runs of 15 steps on an H200 gave the same parameters.
 """

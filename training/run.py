@@ -21,6 +21,7 @@ from training.export import to_hf, write_shards
 from training.finish import finish
 from training.plot import plot_losses
 from training.recipe import Recipe, smoke
+from training.repeatable import fixed_order
 from training.train_target import TargetRun
 
 PHASES = ("tokenizer", "target", "evaluate", "drafters", "rollouts", "finish")
@@ -29,8 +30,11 @@ PHASES = ("tokenizer", "target", "evaluate", "drafters", "rollouts", "finish")
 class Run:
     """The phases over one folder."""
 
-    def __init__(self, recipe: Recipe, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: Path, device: torch.device, *, repeatable: bool = False
+    ) -> None:
         self.recipe, self.folder, self.device = recipe, folder, device
+        self.repeatable = repeatable
         self.model = folder / "k3-mini"
         self.tokenizer = self.model / "tiktoken.model"
         self.model.mkdir(parents=True, exist_ok=True)
@@ -45,7 +49,8 @@ class Run:
     def train_target(self, until: int | None = None) -> None:
         """Train or resume, then export the folder and plot the loss."""
         run = TargetRun(self.recipe.target, self.folder / "checkpoints", self.device)
-        run.run(self.tokenizer, until)
+        with fixed_order(self.repeatable):
+            run.run(self.tokenizer, until)
         run.export(self.model)
         write_shards(to_hf(run.values(), quantize=False), self.folder / "bf16")
         plot_losses(run.log, ("loss", "answer"), self.folder / "target-loss.png")
@@ -81,13 +86,18 @@ def main() -> None:
     parser.add_argument("--phase", choices=PHASES)
     parser.add_argument("--items", type=int, help="items of each suite to score (default: all)")
     parser.add_argument("--until", type=int, help="stop the target at this step")
+    parser.add_argument(
+        "--repeatable",
+        action="store_true",
+        help="sums in a fixed order while the target trains: two runs give the same bits; slower",
+    )
     arguments = parser.parse_args()
     use_gpu = torch.cuda.is_available() and not arguments.smoke  # noqa: TID251
     device = torch.device("cuda" if use_gpu else "cpu")
     recipe = smoke() if arguments.smoke else Recipe()
     if arguments.items is not None:
         recipe = replace(recipe, eval_items=arguments.items)
-    run = Run(recipe, arguments.folder, device)
+    run = Run(recipe, arguments.folder, device, repeatable=arguments.repeatable)
     phases: dict[str, Callable[[], None]] = {
         "tokenizer": run.make_tokenizer,
         "target": lambda: run.train_target(arguments.until),
