@@ -31,18 +31,28 @@ from tests.model_runner import Pools, Request
 
 CPU = torch.device("cpu")
 MASK = 1
+KNOWN = 20.0  # how much louder the sequential head's own knowledge is than its noise
 
 
 def random_drafter(
-    folder: Path, target: K3Spec, flavour: str, seed: int, stream: str = "prefix", block: int = 7
+    folder: Path,
+    target: K3Spec,
+    flavour: str,
+    seed: int,
+    stream: str = "prefix",
+    block: int = 7,
+    follows: Sequence[tuple[int, int]] = (),
 ) -> Path:
-    """A drafter folder of this target with random weights; taps in an order that is not ascending."""
+    """A drafter folder of this target with random weights; taps in an order that is not ascending.
+
+    follows: (token, next token) pairs that the sequential head knows, so that some drafts are accepted.
+    """
     h = target.hidden_size
     inner: dict[str, Any] = {
         "target_layer_ids": [4, -1, 1],
         "tap_stream": stream,
         "mask_token_id": MASK,
-        "markov_rank": 6,
+        "markov_rank": 64 if follows else 6,
         "enable_confidence_head": True,
     }
     config: dict[str, Any] = {
@@ -70,6 +80,10 @@ def random_drafter(
         else torch.randn(shape[0], generator=generator) * shape[0][-1] ** -0.5
         for name, shape in spec.tensors(confidence=True).items()
     }
+    if follows:
+        previous, following = torch.tensor(list(follows)).T
+        known = tensors["markov_head.markov_w1.weight"][previous]
+        tensors["markov_head.markov_w2.weight"].index_add_(0, following, KNOWN * known)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")

@@ -1,0 +1,326 @@
+"""A decode instance without processes: real `DecodeRank`s, a thread each, under the service's own scheduler and wire.
+
+`Prefill` computes prompts on one rank, context rows of a drafter included, and keeps what a transfer would send. A
+`DecodeGroup` admits requests, deals those bytes out to its ranks by the definition of the layout, and keeps `depth`
+plans launched before it looks at the oldest answer, as a device that lags behind would.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decode_svc import wire
+from decode_svc.deployment import Deployment
+from decode_svc.rank.loop import DecodeRank, Launched
+from decode_svc.request import DecodeRequest, RequestSpec, State
+from k3.cache.layout import Field, Placement, Unit, build_layout
+from k3.cache.storage import Storage
+from k3.config import speculation
+from k3.config.tree import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SpecConfig,
+)
+from k3.device import CpuDevice
+from k3.model.draft_ring import write_rows
+from k3.model.dspark import Drafter, open_context, open_drafter
+from k3.model.dspark_spec import DraftSpec
+from k3.model.k3 import Stage
+from k3.model.registry import open_stage
+from k3.model.spec import K3Spec
+from k3.parallel.mesh import WHOLE, Mesh, Place
+from k3.rank.context import RankContext
+from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
+from k3.v1 import plan_pb2
+from tests.model_runner import CPU, OPS, Pools, solo_stage
+from tests.thread_group import mesh_groups, run_group
+
+PAGE = 4
+
+
+class Prefill:
+    """Prompts on one rank, chunk by chunk; with a drafter folder it also writes context rows."""
+
+    def __init__(self, folder: Path, drafter: Path | None = None, dtype: str = "float64") -> None:
+        self.draft = DraftSpec.from_folder(drafter) if drafter is not None else None
+        taps = self.draft.taps if self.draft is not None else ()
+        stream = self.draft.tap_stream if self.draft is not None else "prefix"
+        self.stage = solo_stage(folder, dtype, taps=taps, tap_stream=stream)
+        self.context = (
+            open_context(drafter, WHOLE, dtype=dtype, device=CPU) if drafter is not None else None
+        )
+
+    def __call__(self, prompt: Sequence[int], chunk: int = 5) -> dict[str, Tensor]:
+        """What is sent of a prompt, by field: pages in order of the prompt [page, ...], states [...]."""
+        pools = Pools(self.stage, 1, len(prompt), PAGE)
+        [place] = pools.requests
+        n_pages = -(-len(prompt) // PAGE)
+        draft = torch.empty(0)
+        if self.draft is not None:
+            shape = (n_pages, *self.draft.place_shape(PAGE, 1))
+            draft = torch.full(shape, float("nan"), dtype=self.stage.dtype)
+        for at in range(0, len(prompt), chunk):
+            ids = prompt[at : at + chunk]
+            taps = pools.chunk([(place, ids)]).taps_TXD
+            if self.context is not None:
+                position = torch.arange(at, at + len(ids))
+                write_rows(draft, position // PAGE, position % PAGE, self.context(taps, position))
+        sent = {"latent": pools.storage.pools["latent"][place.pages.long()[:n_pages]]}
+        sent |= {name: pools.storage.pools[name][place.slot] for name in ("kda", "conv")}
+        return sent if self.draft is None else sent | {"draft": draft}
+
+
+def deal(
+    sent: Mapping[str, Tensor],
+    storage: Storage,
+    place: Place,
+    pages: Sequence[int],
+    slot: int,
+    window: int,
+    prompt_len: int,
+) -> None:
+    """One rank's share of a prefilled request. window: positions whose draft rows are sent."""
+    n_pages = -(-prompt_len // PAGE)
+    for field in storage.layout.fields:
+        if field.name not in sent:
+            continue
+        pool, whole = storage.pools[field.name], sent[field.name]
+        if field.unit is Unit.PAGE:
+            for local, page in enumerate(range(place.cp_rank, n_pages, place.mesh.cp)):
+                pool[pages[local]] = whole[page]
+        elif field.name == "draft":
+            for page in range(max(0, prompt_len - window) // PAGE, n_pages):
+                pool[slot * field.columns + page % field.columns] = own(whole[page], field, place)
+        else:
+            pool[slot * field.columns] = own(whole, field, place)
+
+
+def own(whole: Tensor, field: Field, place: Place) -> Tensor:
+    """A rank's heads of one unit."""
+    if field.placement is not Placement.HEAD_SHARD:
+        return whole
+    return whole[place.shard.of(whole.shape[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights of every rank of a group; shared by its instances. `drafters` are empty without a drafter."""
+
+    folder: Path
+    mesh: Mesh
+    drafter: Path | None
+    stages: tuple[Stage, ...]
+    drafters: tuple[Drafter, ...]
+    dtype: str
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        mesh: Mesh,
+        drafter: Path | None = None,
+        *,
+        draft_tokens: int = 7,
+        dtype: str = "float64",
+    ) -> Model:
+        """Load every rank's share."""
+        draft = DraftSpec.from_folder(drafter) if drafter is not None else None
+        groups = mesh_groups(mesh)
+        stages = tuple(
+            open_stage(
+                folder,
+                mesh.place(rank),
+                groups[rank],
+                OPS,
+                dtype=dtype,
+                device=CPU,
+                taps=draft.taps if draft is not None else (),
+                tap_stream=draft.tap_stream if draft is not None else "prefix",
+                shared_embedding=draft is not None,
+            )
+            for rank in range(mesh.size)
+        )
+        drafters: list[Drafter] = []
+        for stage in stages if drafter is not None else ():
+            assert drafter is not None
+            assert stage.embed is not None
+            assert stage.head is not None
+            drafters.append(
+                open_drafter(
+                    drafter,
+                    stage.place.shard,
+                    stage.groups.shard,
+                    draft_tokens=draft_tokens,
+                    embed=stage.embed,
+                    head=stage.head,
+                    dtype=dtype,
+                    device=CPU,
+                )
+            )
+        return cls(folder, mesh, drafter, stages, tuple(drafters), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: what prefill sent of it (without `draft` it starts cold), its first token, how many tokens it wants.
+
+    leaves_after: tokens after which the client goes away, for ever or to ask again; 0 = stays.
+    """
+
+    prompt: Sequence[int]
+    sent: Mapping[str, Tensor]
+    first: TokenEvent
+    params: SamplingParams
+    n_tokens: int
+    leaves_after: int = 0
+
+
+class Heard:
+    """The front's end of the plan connection: hears what a rank says of itself."""
+
+    def __init__(self) -> None:
+        self.said: list[plan_pb2.RankMessage] = []
+
+    def send(self, message: plan_pb2.RankMessage) -> None:
+        self.said.append(message)
+
+
+class DecodeGroup:
+    """One life of a decode instance."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_rows: int,
+        max_len: int,
+        depth: int,
+        draft_tokens: int = 7,
+        window: int = 16,
+    ) -> None:
+        mesh = model.mesh
+        spec = K3Spec.from_folder(model.folder)
+        is_drafting = model.drafter is not None
+        per_request = -(-(max_len + 4 * (1 + draft_tokens)) // (PAGE * mesh.cp))
+        self.config = EngineConfig(
+            role="decode",
+            model=ModelConfig(str(model.folder), "model", model.dtype, "cpu", max_len),
+            parallel=ParallelConfig(tp=mesh.tp, cp=mesh.cp),
+            cache=CacheConfig(PAGE, max_rows * per_request, state_slots=max_rows + 1),
+            schedule=ScheduleConfig(max_rows=max_rows, depth=depth),
+            spec=SpecConfig(draft_tokens, str(model.drafter), window)
+            if is_drafting
+            else SpecConfig(),
+        )
+        self.model = model
+        self.scheduler = Deployment.of(self.config, "digest").scheduler()
+        self.storages = [self._storage(spec) for _ in range(mesh.size)]
+        self.ranks = [self._rank(rank, spec) for rank in range(mesh.size)]
+        run_group(mesh.size, lambda rank: self.ranks[rank].warm_up())
+        self._launched: deque[Launched] = deque()
+        self._asked: dict[int, Ask] = {}
+        self._requests: list[DecodeRequest] = []
+
+    def _storage(self, spec: K3Spec) -> Storage:
+        config = self.config
+        layout = build_layout(
+            spec,
+            self.model.mesh,
+            0,
+            page_tokens=PAGE,
+            dtype=self.model.dtype,
+            columns=speculation.snapshots(config),
+            draft=speculation.drafter(config),
+            draft_places=speculation.places(config, spec),
+        )
+        return Storage(layout, config.cache.pages, config.cache.state_slots, CPU, fill_nan=True)
+
+    def _rank(self, rank: int, spec: K3Spec) -> DecodeRank:
+        model, config, storage = self.model, self.config, self.storages[rank]
+        stage = model.stages[rank]
+        return DecodeRank(
+            RankContext(
+                config=config,
+                setup=plan_pb2.Setup(),
+                rank=rank,
+                spec=spec,
+                mesh=model.mesh,
+                groups=stage.groups,
+                device=CpuDevice(1),
+                stage=stage,
+                layout=storage.layout,
+                storage=storage,
+                plans=Heard(),  # type: ignore[arg-type]
+                mover=None,  # type: ignore[arg-type]
+                drafter=model.drafters[rank] if model.drafters else None,
+            )
+        )
+
+    # ---------------------------------------------------------------- the front
+
+    def submit(self, ask: Ask) -> DecodeRequest:
+        """A request joins the queue."""
+        name = RequestId(f"r{len(self._asked)}")
+        spec = RequestSpec(name, tuple(ask.prompt), ask.params, StopParams(ask.n_tokens))
+        request = self.scheduler.submit(spec, 0.0)
+        self._asked[request.key] = ask
+        self._requests.append(request)
+        return request
+
+    def accepted(self) -> list[int]:
+        """Steps by the number of drafts they accepted, over all requests."""
+        totals = [request.drafts.total for request in self._requests]
+        return [sum(n) for n in zip(*(total.histogram for total in totals if total), strict=True)]
+
+    def play(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """Answers of all, in their order. One that leaves half-way asks again at once, as another request."""
+        requests = [self.submit(ask) for ask in asks]
+        while self.scheduler.open_requests():
+            self.step(requests)
+        assert self.scheduler.pages.counts().held == 0
+        return [[token.id for token in request.outputs] for request in requests]
+
+    def step(self, requests: list[DecodeRequest]) -> None:
+        """Let in what fits, keep `depth` plans launched, absorb the oldest answer."""
+        self._admit()
+        while (plan := self.scheduler.plan()) is not None:
+            self._launched.append(self._launch(wire.step_plan(plan)))
+        if self._launched:
+            launched = self._launched.popleft()
+            result = self.ranks[0].answer(launched)
+            self.scheduler.advance(result.step_id, wire.emitted(result))
+        for i, request in enumerate(requests):
+            ask = self._asked[request.key]
+            if request.state is State.RUNNING and 0 < ask.leaves_after <= len(request.outputs):
+                self.scheduler.abort(request)
+                requests[i] = self.submit(replace(ask, leaves_after=0))
+
+    def _admit(self) -> None:
+        for request in self.scheduler.admit(0.0):
+            ask = self._asked[request.key]
+            self.scheduler.fill(request)
+            for rank, storage in enumerate(self.storages):
+                deal(
+                    ask.sent,
+                    storage,
+                    self.model.mesh.place(rank),
+                    request.held.pages,
+                    request.held.state_slot.index,
+                    self.config.spec.draft_window,
+                    len(ask.prompt),
+                )
+            request.draft_valid = "draft" in ask.sent
+            assert self.scheduler.first_token(request, ask.first).finish is None
+            self.scheduler.filled(request)
+
+    def _launch(self, plan: plan_pb2.StepPlan) -> Launched:
+        return run_group(len(self.ranks), lambda rank: self.ranks[rank].launch(plan))[0]
