@@ -55,7 +55,8 @@ def _accuracy(report: dict[str, Any]) -> str:
         row = report[name]
         zeroed = [report.get(f"{name}/{kind}") for kind in ("zero_latents", "zero_states")]
         cells = [f"{100 * z['accuracy']:.1f} %" if z else "" for z in zeroed]
-        correct = "not scored" if name == "open" else f"{100 * row['accuracy']:.1f} %"
+        is_scored = row["accuracy"] is not None
+        correct = f"{100 * row['accuracy']:.1f} %" if is_scored else "not scored"
         ends = f"{100 * row['self_ending']:.1f} %"
         lines.append(f"| {name} | {correct} | {ends} | {cells[0]} | {cells[1]} | {row['n']} |")
     groups = report.get("arith_skeletons", {}).get("by_skeleton")

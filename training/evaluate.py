@@ -58,11 +58,10 @@ class Model:
         """Prompt ids of an item."""
         return self.codec.prompt(item.turns, item.tools)
 
-    def is_right(self, item: Item, ids: Sequence[int]) -> bool:
-        """Score one continuation by the item's check."""
+    def is_right(self, item: Item, ids: Sequence[int]) -> bool | None:
+        """Score one continuation by the item's check; None when the item has no right answer."""
         raw = self.codec.encoding.decode(list(ids))
-        right = is_right(item.check, item.answer, response=response_of(raw), raw=raw)
-        return right is None or right
+        return is_right(item.check, item.answer, response=response_of(raw), raw=raw)
 
     def answers(
         self, items: Sequence[Item], cap: int, ablation: Ablation = Ablation.NONE
@@ -98,10 +97,11 @@ def evaluate(model: Model, recipe: Recipe, out: Path) -> dict[str, object]:
 
 def _score(model: Model, items: Sequence[Item], cap: int, ablation: Ablation) -> dict[str, object]:
     answers = model.answers(items, cap, ablation)
-    right = [model.is_right(item, ids) for item, ids in zip(items, answers, strict=True)]
+    scores = [model.is_right(item, ids) for item, ids in zip(items, answers, strict=True)]
+    right = [score for score in scores if score is not None]
     eos = model.codec.special.end_of_msg
     result: dict[str, object] = {
-        "accuracy": round(sum(right) / len(right), 4),
+        "accuracy": round(sum(right) / len(right), 4) if right else None,
         "self_ending": round(sum(ids[-1] == eos for ids in answers) / len(answers), 4),
         "n": len(items),
     }
