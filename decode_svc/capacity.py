@@ -54,9 +54,27 @@ class StateCost:
     def of(self, shards: int) -> int:
         """Bytes on each of `shards` ranks."""
         heads = self.heads // shards
-        state = heads * self.head_dim**2 * self.state_bytes
         window = 3 * heads * self.head_dim * (self.conv_width - 1) * self.conv_bytes
-        return self.layers * (state + window)
+        return self.layers * window + self._state(shards)
+
+    def _state(self, shards: int) -> int:
+        return self.layers * (self.heads // shards) * self.head_dim**2 * self.state_bytes
+
+    def rollback(self, shards: int, group: int, form: str) -> int:
+        """Bytes beyond `of` that let any prefix of `group` tokens be the accepted one, on each of `shards` ranks.
+
+        form: `snapshots`, a further state per draft, or `replay`, a key, a delta and a log decay per token. Kimi-K3 in
+        groups of 8, all ranks together: 2.83 GiB or 77.6 MiB, and 34.0 MiB of convolution inputs either way.
+        """
+        per_token = self.layers * self.heads // shards * 3 * self.head_dim
+        inputs = (group - 1) * per_token * self.conv_bytes
+        match form:
+            case "snapshots":
+                return inputs + (group - 1) * self._state(shards)
+            case "replay":
+                return inputs + group * per_token * self.state_bytes
+            case _:
+                raise ValueError(f"form={form!r}: expected snapshots or replay")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from k3.v1 import plan_pb2
 DUMMY_ROW = 0
 DUMMY_SLOT = 0
 NO_PAGE = -1  # beyond a request's pages: never written
+JUST_FILLED = -1  # read column of a state that no verify group has touched
 NO_ROWS = 1 << 62  # first position with a draft row, of a row that has none
 DUMMY = RowSampling(SamplingParams(temperature=0.0))
 
@@ -38,7 +39,7 @@ class RowTable:
         self.anchor_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self.drafts_RK = torch.zeros(n_rows, draft_tokens, dtype=torch.int64, device=device)
         self.draft_len_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        self.read_column_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self.read_column_R = torch.full((n_rows,), JUST_FILLED, dtype=torch.int64, device=device)
         self.draft_start_R = torch.full((n_rows,), NO_ROWS, dtype=torch.int64, device=device)
         self.state_slot_R = torch.full((n_rows,), DUMMY_SLOT, dtype=torch.int64, device=device)
         self.pages_RW = torch.full((n_rows, width), NO_PAGE, dtype=torch.int32, device=device)
@@ -60,7 +61,7 @@ class RowTable:
         self.anchor_R[row.row] = row.anchor
         self.draft_len_R[row.row] = row.draft_len
         self.draft_start_R[row.row] = 0 if row.draft_valid else row.base
-        self.read_column_R[row.row] = 0
+        self.read_column_R[row.row] = JUST_FILLED
         self.state_slot_R[row.row] = row.state_slot
         pages = torch.tensor(row.pages, dtype=torch.int32, device=self.device)
         self.pages_RW[row.row] = NO_PAGE

@@ -62,20 +62,24 @@ def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
 
 
 def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
-    """Everything that does not depend on the model: device, dtype, exchange, kernels, threads, slots, port."""
+    """Everything that does not depend on the model: device, dtype, exchange, rollback, kernels, threads, port."""
     cache, backends, schedule = config.cache, config.backends, config.schedule
     extra = schedule.max_queue if config.role == "prefill" else 1  # decode keeps one dummy slot
     n_ranks = config.parallel.pp * config.parallel.tp * config.parallel.cp
     model = resolve_model(config.model, machine)
+    config = replace(config, model=model)
     parallel = config.parallel
     if parallel.exchange == "auto":
         # On CPU a message costs more than reading the weights that save one.
         parallel = replace(parallel, exchange="gather" if model.device == "cpu" else "value")
     return replace(
         config,
-        model=model,
         parallel=parallel,
-        spec=replace(config.spec, drafter=resolve_drafter(config.spec.drafter, model.path)),
+        spec=replace(
+            config.spec,
+            drafter=resolve_drafter(config.spec.drafter, model.path),
+            kda_rollback=speculation.rollback(config),
+        ),
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(
             backends,
@@ -119,6 +123,7 @@ def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
             page_tokens=cache.page_tokens,
             dtype=config.model.dtype,
             columns=speculation.snapshots(config),
+            records=speculation.records(config),
             draft=speculation.drafter(config),
             draft_places=speculation.places(config, spec),
         ).pages_for(cache.memory_bytes, cache.state_slots)

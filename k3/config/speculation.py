@@ -1,4 +1,4 @@
-"""What the configuration says about speculation: whose drafter, how many snapshots, how long a ring.
+"""What the configuration says about speculation: whose drafter, how states are taken back, how long a ring.
 
 Prefill keeps draft rows when it has a drafter; it never proposes. Decode has a drafter as soon as it drafts. Pure.
 """
@@ -23,9 +23,22 @@ def drafter(config: EngineConfig) -> DraftSpec | None:
     return DraftSpec.from_folder(Path(config.spec.drafter)) if has_drafter(config) else None
 
 
+def rollback(config: EngineConfig) -> str:
+    """`spec.kda_rollback` without `auto`; `model.device` must be resolved. Groups of one token need no records."""
+    if config.spec.kda_rollback != "auto":
+        return config.spec.kda_rollback
+    return "replay" if config.model.device == "cuda" and config.spec.draft_tokens else "snapshots"
+
+
 def snapshots(config: EngineConfig) -> int:
-    """States that a state slot keeps: at decode the committed one and one per draft."""
-    return 1 if config.role == "prefill" else 1 + config.spec.draft_tokens
+    """States that a state slot keeps: the committed one, and in the form of snapshots one per draft."""
+    return 1 if records(config) or config.role == "prefill" else 1 + config.spec.draft_tokens
+
+
+def records(config: EngineConfig) -> int:
+    """Tokens whose records a state slot keeps: those of a verify group in the form of replay, else none."""
+    keeps = config.role != "prefill" and config.spec.kda_rollback == "replay"
+    return 1 + config.spec.draft_tokens if keeps else 0
 
 
 def window(config: EngineConfig, spec: K3Spec) -> int:

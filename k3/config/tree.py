@@ -119,6 +119,12 @@ class SpecConfig:
         unit="tokens",
         least=0,
     )
+    kda_rollback: str = key(
+        "auto",
+        "what decode keeps to take KDA states back to an accepted draft: a state per group token (snapshots) or "
+        "records of the tokens (replay); auto = replay on GPU, else snapshots",
+        choices=("auto", "snapshots", "replay"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ def _serve(
         page_tokens=config.cache.page_tokens,
         dtype=config.model.dtype,
         columns=columns,
+        records=speculation.records(config),
         draft=draft,
         draft_places=draft_places,
     )

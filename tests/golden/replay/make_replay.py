@@ -7,6 +7,7 @@ zero, one by one with plain loops, then every prefix of the group. Run: python m
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ def normalised(x: Array) -> Array:
 
 def main() -> None:
     rng = np.random.default_rng(20261129)
-    table: dict[str, Array | NDArray[np.int64]] = {}
+    table: dict[str, NDArray[Any]] = {}
     for name, (widths, accepted) in CASES.items():
         n = sum(widths)
         weight = rng.standard_normal((HEADS, 3, DIM, CONV))

@@ -20,7 +20,8 @@ from k3.config.commandline import CommandLine
 from k3.config.keys import Key, assemble, flatten, json_schema, keys_of, nested
 from k3.config.presets import PRESETS
 from k3.config.resolve import Machine, resolve_names
-from k3.config.tree import EngineConfig, RouterConfig
+from k3.config.speculation import records, snapshots
+from k3.config.tree import EngineConfig, RouterConfig, SpecConfig
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 ENGINE_KEYS = keys_of(EngineConfig)
@@ -197,6 +198,32 @@ def test_auto_follows_the_machine():
     assert cpu.cache.state_slots == cpu.schedule.max_rows + 1
     assert gpu.cache.state_slots == gpu.schedule.max_rows + gpu.schedule.max_queue
     assert not Machine.here({"CUDA_VISIBLE_DEVICES": ""}).has_gpu
+
+
+def test_states_are_taken_back_by_records_on_a_gpu_and_by_snapshots_on_a_cpu():
+    drafting = replace(EngineConfig(), role="decode", spec=SpecConfig(draft_tokens=7))
+    gpu = resolve_names(drafting, Machine(cores=12, has_gpu=True))
+    assert (gpu.spec.kda_rollback, snapshots(gpu), records(gpu)) == ("replay", 1, 8)
+    cpu = resolve_names(drafting, Machine(cores=3, has_gpu=False))
+    assert (cpu.spec.kda_rollback, snapshots(cpu), records(cpu)) == ("snapshots", 8, 0)
+    plain = resolve_names(replace(drafting, spec=SpecConfig()), Machine(cores=12, has_gpu=True))
+    assert (plain.spec.kda_rollback, snapshots(plain), records(plain)) == ("snapshots", 1, 0)
+    prefill = replace(drafting, role="prefill", spec=SpecConfig(kda_rollback="replay"))
+    assert (snapshots(prefill), records(prefill)) == (1, 0)
+
+
+def test_records_leave_room_for_more_pages_than_snapshots():
+    flags = {
+        "spec.drafter": "draft-mla",
+        "spec.draft_tokens": "7",
+        "spec.draft_window": "64",
+        "cache.memory_bytes": "64MiB",
+    }
+    pages = [
+        engine(flags=flags | {"spec.kda_rollback": form}).require().cache.pages
+        for form in ("snapshots", "replay")
+    ]
+    assert pages[0] < pages[1]
 
 
 def test_the_longest_request_is_what_fits_into_a_small_pool():
