@@ -18,6 +18,8 @@ from torch import Tensor
 from decode_svc import wire
 from decode_svc.deployment import Deployment
 from decode_svc.rank.loop import DecodeRank, Launched
+from decode_svc.rank.rows import RowTable
+from decode_svc.rank.step import apply_rows
 from decode_svc.request import DecodeRequest, RequestSpec, State
 from k3.cache.layout import Field, Placement, Unit, build_layout
 from k3.cache.storage import Storage
@@ -50,7 +52,14 @@ PAGE = 4
 class Prefill:
     """Prompts on one rank, chunk by chunk; with a drafter folder it also writes context rows."""
 
-    def __init__(self, folder: Path, drafter: Path | None = None, dtype: str = "float64") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        drafter: Path | None = None,
+        dtype: str = "float64",
+        page_tokens: int = PAGE,
+    ) -> None:
+        self.page_tokens = page_tokens
         self.draft = DraftSpec.from_folder(drafter) if drafter is not None else None
         taps = self.draft.taps if self.draft is not None else ()
         stream = self.draft.tap_stream if self.draft is not None else "prefix"
@@ -61,19 +70,20 @@ class Prefill:
 
     def __call__(self, prompt: Sequence[int], chunk: int = 5) -> dict[str, Tensor]:
         """What is sent of a prompt, by field: pages in order of the prompt [page, ...], states [...]."""
-        pools = Pools(self.stage, 1, len(prompt), PAGE)
+        page = self.page_tokens
+        pools = Pools(self.stage, 1, len(prompt), page)
         [place] = pools.requests
-        n_pages = -(-len(prompt) // PAGE)
+        n_pages = -(-len(prompt) // page)
         draft = torch.empty(0)
         if self.draft is not None:
-            shape = (n_pages, *self.draft.place_shape(PAGE, 1))
+            shape = (n_pages, *self.draft.place_shape(page, 1))
             draft = torch.full(shape, float("nan"), dtype=self.stage.dtype)
         for at in range(0, len(prompt), chunk):
             ids = prompt[at : at + chunk]
             taps = pools.chunk([(place, ids)]).taps_TXD
             if self.context is not None:
                 position = torch.arange(at, at + len(ids))
-                write_rows(draft, position // PAGE, position % PAGE, self.context(taps, position))
+                write_rows(draft, position // page, position % page, self.context(taps, position))
         sent = {"latent": pools.storage.pools["latent"][place.pages.long()[:n_pages]]}
         sent |= {name: pools.storage.pools[name][place.slot] for name in ("kda", "conv")}
         return sent if self.draft is None else sent | {"draft": draft}
@@ -89,7 +99,8 @@ def deal(
     prompt_len: int,
 ) -> None:
     """One rank's share of a prefilled request. window: positions whose draft rows are sent."""
-    n_pages = -(-prompt_len // PAGE)
+    page_tokens = storage.layout.page_tokens
+    n_pages = -(-prompt_len // page_tokens)
     for field in storage.layout.fields:
         if field.name not in sent:
             continue
@@ -98,7 +109,7 @@ def deal(
             for local, page in enumerate(range(place.cp_rank, n_pages, place.mesh.cp)):
                 pool[pages[local]] = whole[page]
         elif field.name == "draft":
-            for page in range(max(0, prompt_len - window) // PAGE, n_pages):
+            for page in range(max(0, prompt_len - window) // page_tokens, n_pages):
                 pool[slot * field.columns + page % field.columns] = own(whole[page], field, place)
         else:
             pool[slot * field.columns] = own(whole, field, place)
@@ -131,6 +142,7 @@ class Model:
         *,
         draft_tokens: int = 7,
         dtype: str = "float64",
+        exchange: str = "value",
     ) -> Model:
         """Load every rank's share."""
         draft = DraftSpec.from_folder(drafter) if drafter is not None else None
@@ -143,6 +155,7 @@ class Model:
                 OPS,
                 dtype=dtype,
                 device=CPU,
+                exchange=exchange,
                 taps=draft.taps if draft is not None else (),
                 tap_stream=draft.tap_stream if draft is not None else "prefix",
                 shared_embedding=draft is not None,
@@ -206,22 +219,26 @@ class DecodeGroup:
         depth: int,
         draft_tokens: int = 7,
         window: int = 16,
+        page_tokens: int = PAGE,
+        too_high: int = 0,
     ) -> None:
+        """too_high: tokens by which every bound the ranks are told exceeds the scheduler's own."""
         mesh = model.mesh
         spec = K3Spec.from_folder(model.folder)
         is_drafting = model.drafter is not None
-        per_request = -(-(max_len + 4 * (1 + draft_tokens)) // (PAGE * mesh.cp))
+        per_request = -(-(max_len + 4 * (1 + draft_tokens)) // (page_tokens * mesh.cp))
         self.config = EngineConfig(
             role="decode",
             model=ModelConfig(str(model.folder), "model", model.dtype, "cpu", max_len),
             parallel=ParallelConfig(tp=mesh.tp, cp=mesh.cp),
-            cache=CacheConfig(PAGE, max_rows * per_request, state_slots=max_rows + 1),
+            cache=CacheConfig(page_tokens, max_rows * per_request, state_slots=max_rows + 1),
             schedule=ScheduleConfig(max_rows=max_rows, depth=depth),
             spec=SpecConfig(draft_tokens, str(model.drafter), window)
             if is_drafting
             else SpecConfig(),
         )
         self.model = model
+        self._too_high, self._drafts = too_high, draft_tokens if is_drafting else 0
         self.scheduler = Deployment.of(self.config, "digest").scheduler()
         self.storages = [self._storage(spec) for _ in range(mesh.size)]
         self.ranks = [self._rank(rank, spec) for rank in range(mesh.size)]
@@ -236,7 +253,7 @@ class DecodeGroup:
             spec,
             self.model.mesh,
             0,
-            page_tokens=PAGE,
+            page_tokens=config.cache.page_tokens,
             dtype=self.model.dtype,
             columns=speculation.snapshots(config),
             draft=speculation.drafter(config),
@@ -281,6 +298,22 @@ class DecodeGroup:
         totals = [request.drafts.total for request in self._requests]
         return [sum(n) for n in zip(*(total.histogram for total in totals if total), strict=True)]
 
+    def running(self) -> list[DecodeRequest]:
+        """Requests whose drafts lie in the row tables."""
+        return [r for r in self.scheduler.open_requests() if r.state is State.RUNNING]
+
+    def tables(self) -> list[RowTable]:
+        """Row table of every rank."""
+        return [rank._table for rank in self.ranks]
+
+    def open_rows(self, requests: Sequence[DecodeRequest]) -> None:
+        """Fill and open the rows of queued requests without running a step."""
+        self._admit()
+        plan = plan_pb2.StepPlan(open_rows=[wire.open_row(r, self._drafts) for r in requests])
+        for rank in self.ranks:
+            apply_rows(rank._table, plan)
+            rank._step.open([r.held.row.index for r in requests], max(r.base for r in requests))
+
     def play(self, asks: Sequence[Ask]) -> list[list[int]]:
         """Answers of all, in their order. One that leaves half-way asks again at once, as another request."""
         requests = [self.submit(ask) for ask in asks]
@@ -323,4 +356,6 @@ class DecodeGroup:
             self.scheduler.filled(request)
 
     def _launch(self, plan: plan_pb2.StepPlan) -> Launched:
+        for row in plan.verify_rows:
+            row.base_bound += self._too_high
         return run_group(len(self.ranks), lambda rank: self.ranks[rank].launch(plan))[0]

@@ -125,4 +125,4 @@ def test_tokens_are_those_of_plain_decoding(model, flavour, sent, truth, depth, 
         assert ids == truth[rule][i][: ask.n_tokens], f"prompt of {LENGTHS[i]} tokens"
     if flavour != "off" and batch == 13:
         accepted = group.accepted()
-        assert accepted[0] and accepted[7] and sum(accepted[1:7]), f"too easy: {accepted}"
+        assert min(accepted[0], sum(accepted[1:7]), accepted[7]) > 0, f"too easy: {accepted}"
