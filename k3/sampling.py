@@ -1,14 +1,15 @@
-"""From logits to tokens: filters, the counter-based generator, the acceptance rule, log probabilities.
+"""From logits to tokens: the counter-based generator, filters, the draw, log probabilities.
 
 A token is a function of (logits row, parameters, tokens seen, absolute position, seed, sample index) and of nothing
 else: there is no generator state, so prefill's first token and decode's later ones continue one sequence, and batch
 composition, speculation or another instance change nothing. The position of a token is its index in prompt + output
 (the first output token of an n-token prompt has position n).
 
-Order: logit bias, penalties, min_tokens ban, temperature, top_k, top_p, min_p, draw. Greedy is the exact argmax, lowest
-id on ties. Log probabilities are the raw log-softmax of the logits, before all of this.
+Order: edits (`k3/edits.py`: bias, penalties, bans, masks), temperature, top_k, top_p, min_p, draw. Greedy is the exact
+argmax, lowest id on ties. Log probabilities are the raw log-softmax of the logits, before all of this. What drawing
+needs to know of a request are numbers in two small tensors, so that a step reads them from device tables by row.
 
-Letters: T rows of logits (B requests x G tokens of a verify group, request major), V vocabulary, N touched entries.
+Letters: R table rows, B requests, G tokens of a verify group, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from k3.edits import Edits, EditTables, TokenCounts
 from k3.types import LogprobParams, SamplingParams, TokenEvent
 
 NEG_INF = float("-inf")
-TINY = 1e-8  # probability mass that counts as none
+MAX_TOP = 20  # alternatives whose log probabilities a request may ask for
 
 
 class Purpose(IntEnum):
@@ -64,11 +65,24 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
     return c0, c1, c2, c3
 
 
-def uniform(seed: Tensor, sample_index: Tensor, position: Tensor, purpose: Purpose) -> Tensor:
-    """One float64 in [0, 1), 52 bits, per element; all arguments int64 of one shape."""
+def uniform(
+    seed: Tensor,
+    sample_index: Tensor,
+    position: Tensor,
+    purpose: Purpose,
+    slot: Tensor | None = None,
+) -> Tensor:
+    """One float64 in [0, 1), 52 bits, per element; all arguments int64 of one shape.
+
+    slot: index of the draft inside its group. A position may be drafted in several groups, and the block rule looks at
+    numbers behind the place where it stops; with the slot in the counter each group has its own.
+    """
     counter = (position & _MASK, (position >> 32) & _MASK, sample_index & _MASK)
     key = (seed & _MASK, (seed >> 32) & _MASK)
-    high, low, _, _ = philox((*counter, torch.full_like(position, int(purpose))), key)
+    use = torch.full_like(position, int(purpose))
+    if slot is not None:
+        use = use + slot * len(Purpose)
+    high, low, _, _ = philox((*counter, use), key)
     return ((high >> 6) * (1 << 26) + (low >> 6)).double() * 2.0**-52
 
 
@@ -88,162 +102,203 @@ class RowSampling:
     logprobs: LogprobParams = field(default_factory=LogprobParams)
     output_start: int = 0
 
+    @property
+    def banned_before(self) -> int:
+        """First position at which the end ids may be drawn."""
+        return self.output_start + self.params.min_tokens
 
-class TokenCounts:
-    """Tokens of one request as its penalties see them; only for requests with `params.needs_counts`."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        prompt_ids: Sequence[int] = (),
-        output_ids: Sequence[int] = (),
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.generated = torch.zeros(vocab_size, dtype=torch.int32, device=device)
-        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        if prompt_ids:
-            self.in_prompt[torch.tensor(list(prompt_ids), device=device)] = True
-        if output_ids:
-            self.add(torch.tensor(list(output_ids), device=device))
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """Which parts of drawing a batch needs. The parts it has are exact no-ops for requests that do not need them."""
 
-    def add(self, token_ids: Tensor) -> None:
-        """Count generated tokens, int64 of any length."""
-        ones = torch.ones_like(token_ids, dtype=torch.int32)
-        self.generated.index_add_(0, token_ids, ones)
+    greedy: bool = False
+    sampled: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    bias: bool = False
+    ban: bool = False
+    counts: bool = False
+    masks: bool = False
+    logprobs: bool = False
+    top_logprobs: bool = False
 
-    def penalise(self, scores_V: Tensor, params: SamplingParams) -> None:
-        """Apply the three penalties in place."""
-        if params.repetition_penalty != 1.0:
-            factor = params.repetition_penalty
-            lowered = torch.where(scores_V > 0, scores_V / factor, scores_V * factor)
-            seen = self.in_prompt | (self.generated > 0)
-            scores_V.copy_(torch.where(seen, lowered, scores_V))
-        counts = self.generated.to(scores_V.dtype)
-        scores_V.sub_(counts * params.frequency_penalty)
-        scores_V.sub_((counts > 0).to(scores_V.dtype) * params.presence_penalty)
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], *, masks: bool = False) -> Flavour:
+        """Of these requests together."""
+        params = [row.params for row in rows]
+        sampled = [p for p in params if not p.is_greedy]
+        return cls(
+            greedy=len(sampled) < len(params),
+            sampled=bool(sampled),
+            top_k=any(p.top_k > 0 for p in sampled),
+            top_p=any(p.top_p < 1.0 for p in sampled),
+            min_p=any(p.min_p > 0.0 for p in sampled),
+            bias=any(p.logit_bias for p in params),
+            ban=any(row.params.min_tokens > 0 and row.end_ids for row in rows),
+            counts=any(p.needs_counts for p in params),
+            masks=masks,
+            logprobs=any(row.logprobs.enabled for row in rows),
+            top_logprobs=any(row.logprobs.enabled and row.logprobs.top for row in rows),
+        )
+
+    @property
+    def edits(self) -> bool:
+        """Whether anything changes the logits before they are drawn from."""
+        return self.bias or self.ban or self.counts or self.masks
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """Numbers of requests, one row each. reals: [B, 3] float64; whole: [B, 4] int64; columns as named below."""
+
+    reals: Tensor
+    whole: Tensor
+
+    @classmethod
+    def empty(cls, n: int, device: torch.device | str) -> Params:
+        """Greedy requests."""
+        reals = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64, device=device).repeat(n, 1)
+        whole = torch.tensor([[0, 0, 0, 1]], dtype=torch.int64, device=device).repeat(n, 1)
+        return cls(reals, whole)
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], device: torch.device | str) -> Params:
+        """In their order."""
+        params = [row.params for row in rows]
+        reals = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params]
+        whole = [(p.seed, p.sample_index, max(p.top_k, 0), int(p.is_greedy)) for p in params]
+        return cls(
+            torch.tensor(reals, dtype=torch.float64, device=device),
+            torch.tensor(whole, dtype=torch.int64, device=device),
+        )
+
+    def put(self, row: int, sampling: RowSampling) -> None:
+        """Overwrite one row."""
+        one = Params.of([sampling], self.reals.device)
+        self.reals[row : row + 1] = one.reals
+        self.whole[row : row + 1] = one.whole
+
+    def select(self, rows_B: Tensor) -> Params:
+        """A copy of some rows."""
+        return Params(self.reals.index_select(0, rows_B), self.whole.index_select(0, rows_B))
+
+    @property
+    def temperature_B(self) -> Tensor:
+        """1 for greedy requests, which do not use it."""
+        return self.reals[:, 0]
+
+    @property
+    def top_p_B(self) -> Tensor:
+        """1: all tokens."""
+        return self.reals[:, 1]
+
+    @property
+    def min_p_B(self) -> Tensor:
+        """0: all tokens."""
+        return self.reals[:, 2]
+
+    @property
+    def top_k_B(self) -> Tensor:
+        """0: all tokens."""
+        return self.whole[:, 2]
+
+    @property
+    def greedy_B(self) -> Tensor:
+        """Bool."""
+        return self.whole[:, 3] != 0
+
+    def uniform(
+        self, position_BG: Tensor, purpose: Purpose, slot_G: Tensor | None = None
+    ) -> Tensor:
+        """Numbers [B, G] of these requests at these positions; `slot_G` as in `uniform`."""
+        seed, sample = (self.whole[:, i : i + 1].expand_as(position_BG) for i in (0, 1))
+        slot_BG = None if slot_G is None else slot_G.expand_as(position_BG)
+        return uniform(seed, sample, position_BG, purpose, slot_BG)
 
 
 # ------------------------------------------------------------------ drawing
 
 
+@dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the rows of one batch composition are drawn; built once and used for every step of it.
+    """How a batch is drawn. edits: needed where `flavour.edits`."""
 
-    Everything that needs a look at each request happens here, so that a step of greedy requests is one argmax.
-    """
+    params: Params
+    flavour: Flavour
+    edits: Edits | None = None
 
-    def __init__(
-        self, rows: Sequence[RowSampling], *, group: int = 1, device: torch.device | str = "cpu"
-    ) -> None:
-        self.rows = tuple(rows)
-        self.group = group
-        self._device = device
-        params = [row.params for row in rows for _ in range(group)]
-        sampled = [t for t, p in enumerate(params) if not p.is_greedy]
-        self._filters = _Filters([params[t] for t in sampled], device) if sampled else None
-        self._sampled = self._ids(sampled)
-        self._all_sampled = len(sampled) == len(params)
-        biased = [(t, i, b) for t, p in enumerate(params) for i, b in p.logit_bias.items()]
-        self._bias = self._entries(biased)
-        banned = [
-            (b * group + g, i, row.output_start + row.params.min_tokens)
-            for b, row in enumerate(rows)
-            if row.params.min_tokens > 0
-            for i in row.end_ids
-            for g in range(group)
-        ]
-        self._ban = self._entries(banned)
-        self._counted = [b for b, row in enumerate(rows) if row.params.needs_counts]
-        self._edits = bool(biased or banned or self._counted)
-        self.logprob_rows = tuple(b for b, row in enumerate(rows) if row.logprobs.enabled)
-
-    def draw(
-        self, logits_TV: Tensor, positions_T: Tensor, counts: Sequence[TokenCounts | None] = ()
-    ) -> Tensor:
-        """One token per row of logits, independent of all others.
-
-        positions_T: int64, position of the token to draw. counts: per request, needed where penalties are set; they
-        do not see tokens of the same verify group, so such requests must not be given drafts.
-        Returns int64 [T].
-        """
-        wide = logits_TV.dtype in (torch.float32, torch.float64)
-        scores = logits_TV if wide else logits_TV.float()
-        if self._edits:
-            scores = self._edited(scores.clone() if wide else scores, positions_T, counts)
-        if self._filters is None:
-            return scores.argmax(-1)
-        if self._all_sampled:
-            return self._filters.draw(scores, positions_T)
-        tokens = scores.argmax(-1)
-        chosen = self._sampled
-        tokens[chosen] = self._filters.draw(scores[chosen], positions_T[chosen])
-        return tokens
-
-    def _edited(
-        self, scores: Tensor, positions_T: Tensor, counts: Sequence[TokenCounts | None]
-    ) -> Tensor:
-        if self._bias is not None:
-            t, i, bias = self._bias
-            scores.index_put_((t, i), bias.to(scores.dtype), accumulate=True)
-        for b in self._counted:
-            seen = counts[b]
-            if seen is None:
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[RowSampling],
+        counts: Sequence[TokenCounts | None] = (),
+        *,
+        device: torch.device | str = "cpu",
+        vocab_size: int,
+    ) -> Recipe:
+        """Of requests that are in no table. counts: needed where penalties are set."""
+        flavour = Flavour.of(rows)
+        if not flavour.edits:
+            return cls(Params.of(rows, device), flavour)
+        tables = EditTables(len(rows), vocab_size, torch.device(device))
+        for b, row in enumerate(rows):
+            seen = counts[b] if row.params.needs_counts and counts else None
+            if row.params.needs_counts and seen is None:
                 raise ValueError(f"request {b} of the batch has penalties but no token counts")
-            for t in range(b * self.group, (b + 1) * self.group):
-                seen.penalise(scores[t], self.rows[b].params)
-        if self._ban is not None:
-            t, i, until = self._ban
-            ban = torch.where(positions_T[t] < until, NEG_INF, 0.0)
-            scores.index_put_((t, i), ban.to(scores.dtype), accumulate=True)
-        return scores
+            tables.put(b, row.params, row.end_ids, row.banned_before, seen)
+        everybody = torch.arange(len(rows), device=device)
+        edits = tables.select(everybody, bias=flavour.bias, ban=flavour.ban, counts=flavour.counts)
+        return cls(Params.of(rows, device), flavour, edits)
 
-    def _ids(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def scores(
+        self,
+        logits_BGV: Tensor,
+        position_BG: Tensor,
+        drafts_BK: Tensor | None = None,
+        allowed_BGV: Tensor | None = None,
+    ) -> Tensor:
+        """What is drawn from: logits, at least float32, with this batch's edits; arguments as in `Edits.apply`."""
+        wide = logits_BGV.dtype in (torch.float32, torch.float64)
+        scores = logits_BGV if wide else logits_BGV.float()
+        if not self.flavour.edits:
+            return scores
+        assert self.edits is not None, "this batch edits its logits and got nothing to edit with"
+        return self.edits.apply(
+            scores.clone() if wide else scores, position_BG, drafts_BK, allowed_BGV
+        )
 
-    def _entries(
-        self, entries: Sequence[tuple[int, int, float]]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not entries:
-            return None
-        rows, ids, values = zip(*entries, strict=True)
-        third = torch.tensor(values, dtype=torch.float64, device=self._device)
-        return self._ids(rows), self._ids(ids), third
+    def draw(self, scores_BGV: Tensor, position_BG: Tensor) -> Tensor:
+        """One token [B, G] per row of scores, independent of all others. position_BG: of the token to draw."""
+        if not self.flavour.sampled:
+            return scores_BGV.argmax(-1)
+        weights = self._filtered(scores_BGV)
+        drawn = pick(weights, self.params.uniform(position_BG, Purpose.TARGET))
+        if not self.flavour.greedy:
+            return drawn
+        return torch.where(self.params.greedy_B.unsqueeze(1), scores_BGV.argmax(-1), drawn)
 
+    def probabilities(self, scores_BGV: Tensor) -> Tensor:
+        """The distribution `draw` draws from, normalised, float64; one-hot for greedy requests."""
+        weights = self._filtered(scores_BGV)
+        p = weights / weights.sum(-1, keepdim=True)
+        if not self.flavour.greedy:
+            return p
+        best = one_hot(scores_BGV.argmax(-1), p.shape[-1], p.dtype)
+        return torch.where(self.params.greedy_B.view(-1, 1, 1), best, p)
 
-class _Filters:
-    """Temperature, top_k, top_p, min_p and the draw for rows that are not greedy."""
-
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        self._temperature = column([p.temperature for p in params], torch.float64)[:, None]
-        self._top_k = column([max(p.top_k, 0) for p in params], torch.int64)[:, None]
-        self._top_p = column([p.top_p for p in params], torch.float64)[:, None]
-        self._min_p = column([p.min_p for p in params], torch.float64)[:, None]
-        self._seed = column([p.seed for p in params], torch.int64)
-        self._sample = column([p.sample_index for p in params], torch.int64)
-        self._has_k = any(p.top_k > 0 for p in params)
-        self._has_p = any(p.top_p < 1.0 for p in params)
-        self._has_min = any(p.min_p > 0.0 for p in params)
-
-    def probabilities(self, scores: Tensor) -> Tensor:
-        """Filtered target distribution, float64, not renormalised after min_p."""
-        scaled = scores.double() / self._temperature
-        if self._has_k or self._has_p:
+    def _filtered(self, scores_BGV: Tensor) -> Tensor:
+        """Weights [B, G, V] after temperature and filters, float64, not renormalised after min_p."""
+        params, flavour = self.params, self.flavour
+        scaled = scores_BGV.double() / params.temperature_B.view(-1, 1, 1)
+        if flavour.top_k or flavour.top_p:
             scaled = self._nucleus(scaled)
-        probs = scaled.softmax(-1)
-        if self._has_min:
-            floor = self._min_p * probs.amax(-1, keepdim=True)
-            probs = torch.where(probs < floor, 0.0, probs)
-        return probs
-
-    def draw(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Inverse of the cumulative distribution in order of ids at this position's one uniform number."""
-        cdf = self.probabilities(scores).cumsum(-1)
-        u = uniform(self._seed, self._sample, positions, Purpose.TARGET) * cdf[:, -1]
-        return torch.searchsorted(cdf, u[:, None], right=True)[:, 0].clamp_(max=cdf.shape[1] - 1)
+        weights = scaled.softmax(-1)
+        if flavour.min_p:
+            floor = params.min_p_B.view(-1, 1, 1) * weights.amax(-1, keepdim=True)
+            weights = torch.where(weights < floor, 0.0, weights)
+        return weights
 
     def _nucleus(self, scaled: Tensor) -> Tensor:
         """top_k keeps values >= the k-th largest; top_p keeps tokens whose preceding mass is below top_p.
@@ -251,21 +306,35 @@ class _Filters:
         Order of equal values: lower ids first.
         """
         ordered = _descending(scaled)
-        if self._has_k:
-            v = scaled.shape[1]
-            last = torch.where(self._top_k == 0, v, self._top_k).clamp(max=v) - 1
-            kth = ordered.gather(1, last)
+        if self.flavour.top_k:
+            v, top_k = scaled.shape[-1], self.params.top_k_B.view(-1, 1, 1)
+            last = torch.where(top_k == 0, v, top_k).clamp(max=v) - 1
+            kth = ordered.gather(-1, last.expand(*scaled.shape[:-1], 1))
             scaled = torch.where(scaled < kth, NEG_INF, scaled)
             ordered = torch.where(ordered < kth, NEG_INF, ordered)
-        if self._has_p:
+        if self.flavour.top_p:
+            top_p = self.params.top_p_B.view(-1, 1, 1)
             probs = ordered.softmax(-1)
             before = probs.cumsum(-1) - probs
-            n_kept = ((before < self._top_p) | (self._top_p >= 1.0)).sum(-1, keepdim=True)
-            edge = ordered.gather(1, n_kept - 1)
+            n_kept = ((before < top_p) | (top_p >= 1.0)).sum(-1, keepdim=True)
+            edge = ordered.gather(-1, n_kept - 1)
             above, level = scaled > edge, scaled == edge
             room = n_kept - above.sum(-1, keepdim=True)
             scaled = torch.where(above | (level & (level.cumsum(-1) <= room)), scaled, NEG_INF)
         return scaled
+
+
+def pick(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution in order of ids. weights: [..., V], any sum; u: [...] in [0, 1)."""
+    cdf = weights.cumsum(-1)
+    at = (u * cdf[..., -1]).unsqueeze(-1)
+    return torch.searchsorted(cdf, at, right=True).squeeze(-1).clamp_(max=cdf.shape[-1] - 1)
+
+
+def one_hot(ids: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """[..., V]: 1 at the id."""
+    zeros = torch.zeros(*ids.shape, vocab_size, dtype=dtype, device=ids.device)
+    return zeros.scatter_(-1, ids.unsqueeze(-1), 1.0)
 
 
 def _descending(values: Tensor) -> Tensor:
@@ -275,77 +344,19 @@ def _descending(values: Tensor) -> Tensor:
     return values.sort(dim=-1, descending=True).values
 
 
-def accept(drawn_BG: Tensor, drafts_BK: Tensor, draft_len_B: Tensor) -> Tensor:
-    """The `match` rule: drafts are accepted as long as they equal what was drawn at their position.
-
-    Each row of a group is drawn with the random number of its own position, so tokens do not depend on the drafts.
-    draft_len_B: real drafts of each request, the others are padding. Returns n_accepted [B] int64 in 0..k.
-    """
-    k = drafts_BK.shape[1]
-    if k == 0:
-        return torch.zeros_like(draft_len_B)
-    real = torch.arange(k, device=drafts_BK.device) < draft_len_B[:, None]
-    same = (drawn_BG[:, :k] == drafts_BK) & real
-    return same.long().cumprod(1).sum(1)
-
-
-class Verdict(NamedTuple):
-    """Drafts accepted, and what the token after them is drawn from, [V]."""
-
-    n_accepted: int
-    final_V: Tensor
-
-
-def accept_by_token(p_GV: Tensor, q_KV: Tensor, drafts_K: Tensor, u_K: Tensor) -> Verdict:
-    """Draft i is accepted with probability min(1, p / q), the first one that is not ends it; lossless.
-
-    p_GV: filtered target distributions of a group, G = K + 1. q_KV: what the drafts were drawn from. u_K: uniforms.
-    Golden: dspark/reject.
-    """
-    for i, draft in enumerate(drafts_K.tolist()):
-        if u_K[i] >= p_GV[i, draft] / q_KV[i, draft].clamp(min=TINY):
-            return Verdict(i, _residual(p_GV[i], q_KV[i]))
-    return Verdict(len(drafts_K), p_GV[len(drafts_K)])
-
-
-def accept_by_block(p_GV: Tensor, q_KV: Tensor, drafts_K: Tensor, u_K: Tensor) -> Verdict:
-    """The longest prefix that a test of the joint probability lets through; lossless and never shorter in the mean.
-
-    r_i = min(1, r_{i-1} p / q), Z_i = mass of max(r_i p - q, 0), h_i = Z_i / (Z_i + 1 - r_i), h_K = r_K; the largest i
-    with u_i <= h_i counts, whatever came before it. Arguments as in `accept_by_token`.
-    """
-    k, r = len(drafts_K), torch.ones((), dtype=p_GV.dtype)
-    best = Verdict(0, _residual(p_GV[0], q_KV[0]) if k else p_GV[0])
-    for i, draft in enumerate(drafts_K.tolist(), start=1):
-        r = (r * p_GV[i - 1, draft] / q_KV[i - 1, draft].clamp(min=TINY)).clamp(max=1.0)
-        if i == k:
-            if u_K[i - 1] <= r:
-                best = Verdict(k, p_GV[k])
-            continue
-        mass = (r * p_GV[i] - q_KV[i]).clamp(min=0).sum()
-        if u_K[i - 1] * (mass + 1 - r) <= mass and r > 0:
-            best = Verdict(i, _residual(r * p_GV[i], q_KV[i], p_GV[i]))
-    return best
-
-
-def _residual(p_V: Tensor, q_V: Tensor, otherwise_V: Tensor | None = None) -> Tensor:
-    """What is left of p without q, normalised; p itself (or `otherwise_V`) when that is nothing."""
-    rest = (p_V - q_V).clamp(min=0)
-    mass = rest.sum()
-    if mass <= TINY:
-        return p_V if otherwise_V is None else otherwise_V
-    return rest / mass
-
-
 # ------------------------------------------------------------------ log probabilities
+
+
+def raw_logprobs(logits: Tensor) -> Tensor:
+    """[..., V] before any edit and filter, at least float32."""
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
 
 def with_logprobs(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenEvent]:
     """Tokens with their raw log probabilities and the `top` most likely alternatives, descending."""
     if not token_ids:
         return []
-    scores = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
-    logprobs = scores.log_softmax(-1)
+    logprobs = raw_logprobs(logits_TV)
     ids = torch.tensor(list(token_ids), dtype=torch.int64, device=logprobs.device)
     chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
     if top == 0:
@@ -369,10 +380,11 @@ def sample(
     """
     if not rows:
         return []
-    recipe = Recipe(rows, device=logits_TV.device)
-    where = torch.tensor(list(positions), dtype=torch.int64, device=logits_TV.device)
-    events = [TokenEvent(i) for i in recipe.draw(logits_TV, where, counts).tolist()]
-    for b in recipe.logprob_rows:
-        top = rows[b].logprobs.top
-        events[b] = with_logprobs(logits_TV[b : b + 1], [events[b].id], top)[0]
+    recipe = Recipe.of(rows, counts, device=logits_TV.device, vocab_size=logits_TV.shape[1])
+    where = torch.tensor(list(positions), dtype=torch.int64, device=logits_TV.device)[:, None]
+    drawn = recipe.draw(recipe.scores(logits_TV[:, None], where), where)[:, 0].tolist()
+    events = [TokenEvent(i) for i in drawn]
+    for b, row in enumerate(rows):
+        if row.logprobs.enabled:
+            events[b] = with_logprobs(logits_TV[b : b + 1], [drawn[b]], row.logprobs.top)[0]
     return events

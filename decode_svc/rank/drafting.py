@@ -2,7 +2,10 @@
 
 The first drafts of a request are proposed when its row is opened, on the rows prefill handed over, or on none. Rows of
 rejected drafts are never stored. Nothing here waits for the host.
-Letters: B rows, G group tokens, K drafts, T = B * G, X taps, D hidden.
+
+Drafts are the drafter's best guesses, unless the acceptance rule weighs them against what they were drawn from: then
+those of sampled requests are drawn under the request's own filters, and the distribution is kept beside each draft.
+Letters: B rows, G group tokens, K drafts, T = B * G, X taps, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from torch import Tensor
 
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
 from k3.model.draft_ring import DraftRing
-from k3.model.dspark import Drafter
+from k3.model.dspark import Choose, Drafter
+from k3.sampling import Flavour, Purpose, Recipe, pick
 
 
 class Drafting:
@@ -30,14 +34,20 @@ class Drafting:
         """First drafts of rows that were just opened. max_base: upper bound of their bases."""
         if rows:
             rows_B = torch.tensor(list(rows), dtype=torch.int64, device=self._table.device)
-            self._propose(rows_B, max_base)
+            self._propose(rows_B, max_base, self._table.flavour(rows))
 
     def advance(
-        self, rows_B: Tensor, base_B: Tensor, accepted_B: Tensor, taps_TXD: Tensor, max_base: int
+        self,
+        rows_B: Tensor,
+        base_B: Tensor,
+        accepted_B: Tensor,
+        taps_TXD: Tensor,
+        max_base: int,
+        flavour: Flavour,
     ) -> None:
         """After the rows were committed: store what was accepted, propose what comes next.
 
-        base_B: where the judged groups began. max_base: upper bound of the new bases.
+        base_B: where the judged groups began. max_base: upper bound of the new bases. flavour: of these rows.
         """
         position_BG = base_B.unsqueeze(1) + self._offsets_G
         keep_BG = self._offsets_G <= accepted_B.unsqueeze(1)
@@ -46,13 +56,31 @@ class Drafting:
         position_T = position_BG.flatten()
         rows = self._drafter.context(taps_TXD, position_T)
         self._ring.write(rows, slot_BG.flatten(), position_T, keep_BG.flatten())
-        self._propose(rows_B, max_base)
+        self._propose(rows_B, max_base, flavour)
 
-    def _propose(self, rows_B: Tensor, max_base: int) -> None:
+    def _propose(self, rows_B: Tensor, max_base: int, flavour: Flavour) -> None:
         table = self._table
         base_B = table.base_R[rows_B]
         context = self._ring.read(
             table.state_slot_R[rows_B], table.draft_start_R[rows_B], base_B, max_base
         )
-        drafts_BK = self._drafter.propose(context, table.anchor_R[rows_B], base_B)
+        is_drawn = table.proposal_RKV is not None and flavour.sampled
+        choose = self._drawing(rows_B, base_B, flavour) if is_drawn else None
+        drafts_BK = self._drafter.propose(context, table.anchor_R[rows_B], base_B, choose)
         table.propose(rows_B, drafts_BK)
+
+    def _drawing(self, rows_B: Tensor, base_B: Tensor, flavour: Flavour) -> Choose:
+        """Draft i of each row from its distribution q, as it is kept for the judgement."""
+        params, kept = self._table.params.select(rows_B), self._table.proposal_RKV
+        recipe = Recipe(params, flavour)
+        assert kept is not None
+
+        def choose(i: int, logits_BV: Tensor) -> Tensor:
+            q_BV = recipe.probabilities(logits_BV.unsqueeze(1)).squeeze(1).to(kept.dtype)
+            kept[rows_B, i] = q_BV
+            slot_1 = self._offsets_G[i : i + 1]
+            position_B1 = base_B.unsqueeze(1) + 1 + slot_1
+            u_B1 = params.uniform(position_B1, Purpose.DRAFT, slot_1)
+            return pick(q_BV.double(), u_B1.squeeze(1))
+
+        return choose

@@ -1,16 +1,21 @@
-"""How a step's forward is launched, per row bucket.
+"""How a step is launched: as it comes, or recorded once per key and replayed.
 
-`GraphRunner.bucket(n)` says how many rows a step of n rows is padded to; `run(bucket, fn)` runs `fn`, whose inputs
-never move, so that a runner may record it once and replay it. `Eager` records nothing: the CPU's runner, over the same
-buffers.
+A step's work is a function without arguments or result: everything it reads and writes lies in buffers that never move.
+Whatever else it depends on (padded rows, length bound, what its rows ask of sampling) is its key, so that a recording
+is good for every later step of the same key. `Eager` records nothing. `PassThrough` follows the rules of a recording
+runner without having a recorder: what runs the CPU's tests of graph safety.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Protocol
 
-T = TypeVar("T")
+from torch import Tensor
+
+Work = Callable[[], None]
+Buffers = Callable[[], Mapping[str, Tensor]]  # as they are now, by name
+SHORTEST = 64  # tokens; the smallest length bound of a recording
 
 
 class GraphRunner(Protocol):
@@ -20,9 +25,31 @@ class GraphRunner(Protocol):
         """Rows a step of `n_rows` runs with, at least `n_rows`."""
         ...
 
-    def run(self, bucket: int, fn: Callable[[], T]) -> T:
-        """Run `fn` for a bucket and return what it returns."""
+    def bound(self, max_len: int) -> int:
+        """Length a step of at most `max_len` tokens per row is prepared for, at least `max_len`."""
         ...
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether `run` may be called for this key; if not, `capture` comes first."""
+        ...
+
+    def capture(self, key: Hashable, work: Work, buffers: Buffers) -> None:
+        """Record `work`, which touches `buffers` and nothing else that outlives it. Runs it at least once."""
+        ...
+
+    def run(self, key: Hashable, work: Work) -> None:
+        """Do the work of a key that is ready; a recorder replays what it recorded for the key."""
+        ...
+
+
+def smallest(buckets: tuple[int, ...], n_rows: int) -> int:
+    """The smallest bucket that holds `n_rows`; `n_rows` itself where none does."""
+    return next((b for b in buckets if b >= n_rows), n_rows)
+
+
+def doubled(max_len: int) -> int:
+    """The smallest power of two that is at least `max_len` and `SHORTEST`."""
+    return max(SHORTEST, 1 << (max_len - 1).bit_length())
 
 
 class Eager:
@@ -36,8 +63,78 @@ class Eager:
 
     def bucket(self, n_rows: int) -> int:
         """The smallest bucket that holds `n_rows`."""
-        return next((b for b in self._buckets if b >= n_rows), n_rows)
+        return smallest(self._buckets, n_rows)
 
-    def run(self, bucket: int, fn: Callable[[], T]) -> T:
+    def bound(self, max_len: int) -> int:
+        """No more than needed."""
+        return max_len
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Always."""
+        return True
+
+    def capture(self, key: Hashable, work: Work, buffers: Buffers) -> None:
+        """Nothing to record."""
+
+    def run(self, key: Hashable, work: Work) -> None:
         """Call it."""
-        return fn()
+        work()
+
+
+class PassThrough:
+    """A recorder's contract on any device: runs the work it was given at capture again, over buffers that may not move.
+
+    What a step was called with later reaches the result through buffers alone, as under a recording.
+    """
+
+    def __init__(self, buckets: tuple[int, ...] = ()) -> None:
+        self._buckets = buckets
+        self._work: dict[Hashable, Work] = {}
+        self._addresses: dict[str, int] = {}
+        self._buffers: Buffers = dict
+
+    @property
+    def n_recorded(self) -> int:
+        """Keys captured so far."""
+        return len(self._work)
+
+    def bucket(self, n_rows: int) -> int:
+        """The smallest bucket that holds `n_rows`."""
+        return smallest(self._buckets, n_rows)
+
+    def bound(self, max_len: int) -> int:
+        """One of few lengths, so that recordings are few."""
+        return doubled(max_len)
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether the key was captured."""
+        return key in self._work
+
+    def capture(self, key: Hashable, work: Work, buffers: Buffers) -> None:
+        """Keep the work and where its buffers lie; run it as often as a recorder warms up."""
+        addresses = _addresses(buffers())
+        if self._addresses and addresses != self._addresses:
+            raise AssertionError(
+                f"buffers of an earlier capture moved: {_moved(self._addresses, addresses)}"
+            )
+        self._addresses, self._buffers = addresses, buffers
+        self._work[key] = work
+        for _ in range(2):
+            self.run(key, work)
+
+    def run(self, key: Hashable, work: Work) -> None:
+        """Run what was captured. Raises AssertionError when a buffer was replaced instead of overwritten."""
+        self._work[key]()
+        addresses = _addresses(self._buffers())
+        if addresses != self._addresses:
+            raise AssertionError(f"buffers moved: {_moved(self._addresses, addresses)}")
+
+
+def _addresses(buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: buffer.data_ptr() for name, buffer in buffers.items()}
+
+
+def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    return ", ".join(
+        sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    )

@@ -1,9 +1,9 @@
-"""One verify step on one rank: tables, forward, judgement, new rows.
+"""One verify step on one rank: tables, forward, judgement, new rows, next drafts.
 
 Every step is a verify group: the anchor and k drafts per row (k = 0 without a drafter: the group is the anchor). All
-state between steps is the row table; nothing here waits for the host. `launch` returns at once with an `Outcome` that
-is still on the device; `Outcome.answers` reads it.
-Letters: B rows, G group tokens, T = B * G, V vocabulary.
+state between steps is the row table. The whole step is one function over buffers that never move, keyed by what cannot
+be a buffer, so that a runner may record and replay it; nothing in it waits for the host. `launch` returns at once with
+an `Outcome` that is still on the device. Letters: B rows, G group tokens, K drafts, T = B * G, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,51 +11,44 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decode_svc.ledger import Ledger
 from decode_svc.rank.drafting import Drafting
+from decode_svc.rank.grammar import Grammar, Masks
 from decode_svc.rank.graphs import GraphRunner
+from decode_svc.rank.outcome import Drawn, Outcome
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
 from decode_svc.rank.tables import GroupBatch, TableBuffers
-from k3.device import Device, Event
+from k3.acceptance import NAMES, RULES, accept
+from k3.device import Device
+from k3.edits import unpack_mask
 from k3.model.batch import StageCaches
 from k3.model.k3 import Stage
-from k3.sampling import Recipe, TokenCounts, accept, with_logprobs
-from k3.types import TokenEvent
+from k3.sampling import Flavour, Purpose, Recipe, RowSampling, one_hot, pick
 from k3.v1 import plan_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step drew, on its way to the host.
+class StepKey(NamedTuple):
+    """All of a step that is no content of a buffer. max_len: bound of every row's length after the group."""
 
-    rows: of the requests, without padding. host_BX: staging memory that holds G drawn tokens and the accepted count of
-    each row once `event` is complete; reused `depth` steps later.
-    """
+    n_rows: int
+    max_len: int
+    flavour: Flavour
 
+
+class Composition(NamedTuple):
+    """Who takes part, and what of that the host needs again in every step."""
+
+    version: int
     rows: tuple[int, ...]
-    recipe: Recipe
-    host_BX: Tensor
-    event: Event
-    logits_TV: Tensor
-    forward_s: float
-
-    def answers(self) -> list[list[TokenEvent]]:
-        """Per row the tokens emitted: accepted drafts and the bonus. Waits for the event, not for later steps."""
-        self.event.synchronize()
-        drawn = self.host_BX.tolist()
-        emitted = [drawn[b][: drawn[b][-1] + 1] for b in range(len(self.rows))]
-        events = [[TokenEvent(i) for i in ids] for ids in emitted]
-        group = self.recipe.group
-        for b in self.recipe.logprob_rows:
-            ids, first = emitted[b], b * group
-            logits = self.logits_TV[first : first + len(ids)]
-            events[b] = with_logprobs(logits, ids, self.recipe.rows[b].logprobs.top)
-        return events
+    limits: tuple[int, ...] | None
+    flavour: Flavour
+    sampling: tuple[RowSampling, ...]
 
 
 class VerifyStep:
@@ -74,89 +67,170 @@ class VerifyStep:
         group: int,
         depth: int,
         drafting: Drafting | None = None,
+        acceptance: str = "match",
     ) -> None:
-        """depth: outcomes that may be unread at once. drafting: proposes drafts, where there is a drafter."""
-        self._drafting = drafting
-        self._stage = stage
-        self._caches = caches
-        self._table = table
-        self._ledger = ledger
-        self._runner = runner
+        """depth: outcomes that may be unread at once. drafting: proposes drafts, where there is a drafter.
+
+        acceptance: `match`, or a rule that weighs drafts (`k3/acceptance.py`), for which the table keeps proposals.
+        """
+        if acceptance not in NAMES:
+            raise ValueError(f"acceptance={acceptance!r}: expected one of {', '.join(NAMES)}")
+        if acceptance != "match" and table.proposal_RKV is None:
+            raise ValueError(f"acceptance={acceptance!r} needs a row table that keeps proposals")
+        self._rule = RULES.get(acceptance)
+        self._stage, self._caches, self._table = stage, caches, table
+        self._drafting, self._runner, self._device = drafting, runner, device
         self.group = group
-        place = stage.place
-        self._buffers = TableBuffers(table, ledger, place.cp_rank, runner.bucket(max_rows), group)
-        self._device = device
-        shape = (runner.bucket(max_rows), group + 1)
-        self._staging = deque(device.staging(*shape, dtype=torch.int64) for _ in range(depth))
-        self._composition: tuple[int, tuple[int, ...]] | None = None
-        self._recipe = Recipe((), group=group, device=table.device)
+        most = runner.bucket(max_rows)
+        self._buffers = TableBuffers(table, ledger, stage.place.cp_rank, most, group)
+        self._masks = Masks(most, group, table.vocab_size, table.device)
+        self._offsets_G = torch.arange(group, device=table.device)
+        make = partial(torch.zeros, device=table.device)
+        self._drawn = Drawn.empty(most, group, table.vocab_size, make)
+        self._staging = deque(
+            Drawn.empty(most, group, table.vocab_size, device.staging) for _ in range(depth)
+        )
+        self._unread: deque[tuple[Outcome, tuple[Grammar | None, ...]]] = deque()
+        self._composition: Composition | None = None
+        self._forward_s = 0.0
 
     def warm_up(self, bucket: int) -> None:
         """Run a bucket of dummy rows: no page is written, no request's state is touched."""
         self.launch((DUMMY_ROW,) * bucket, self.group)
 
-    @torch.inference_mode()
-    def launch(self, rows: Sequence[int], max_base: int) -> Outcome:
-        """One group for each of `rows` (distinct). max_base: upper bound of every row's base.
-
-        All ranks of the group launch the same steps; every rank takes rank 0's tokens, so rows cannot drift apart.
-        """
-        table, bucket = self._table, self._runner.bucket(len(rows))
-        self._compose(tuple(rows), bucket)
-        batch, logits, taps, forward_s = self._runner.run(
-            bucket, lambda: self._forward(bucket, max_base + self.group)
-        )
-        counts = [table.counts(row) for row in rows]
-        drawn_BX = self._stage.groups.shard.broadcast(self._judge(batch, logits, counts))
-        drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
-        bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
-        table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
-        if self._drafting is not None:
-            self._drafting.advance(
-                batch.rows_B, batch.base_B, accepted_B, taps, max_base + self.group
-            )
-        for b, seen in enumerate(counts):
-            if seen is not None:  # such rows have no drafts: one token
-                seen.add(drawn_BG[b, :1])
-        host_BX = self._staging[0][:bucket]
-        self._staging.rotate(-1)
-        host_BX.copy_(drawn_BX, non_blocking=True)
-        return Outcome(tuple(rows), self._recipe, host_BX, self._device.record(), logits, forward_s)
-
-    def _compose(self, rows: tuple[int, ...], bucket: int) -> None:
-        """Prepare for a set of rows; free when it is that of the step before."""
-        composition = (self._table.version, rows)
-        if composition == self._composition:
-            return
-        padded = rows + (DUMMY_ROW,) * (bucket - len(rows))
-        self._buffers.choose(padded)
-        sampling = [self._table.sampling(row) for row in padded]
-        self._recipe = Recipe(sampling, group=self.group, device=self._table.device)
-        self._composition = composition
+    def buffers(self) -> dict[str, Tensor]:
+        """Everything outside the model and its caches that a recorded step reads or writes."""
+        return {
+            **self._table.buffers(),
+            **self._buffers.buffers(),
+            **self._drawn.buffers(),
+            "masks": self._masks.words_BGW,
+        }
 
     def open(self, rows: Sequence[int], max_base: int) -> None:
         """Propose the first drafts of rows that were just opened. max_base: upper bound of their bases."""
         if self._drafting is not None:
             self._drafting.open(rows, max_base)
 
-    def _forward(self, bucket: int, max_len: int) -> tuple[GroupBatch, Tensor, Tensor, float]:
-        """The step's batch, its logits and taps, and the seconds the model took (of the launch, on a GPU)."""
-        batch = self._buffers.derive(bucket, max_len)
-        stage, started = self._stage, time.perf_counter()
-        frame, taps = stage.forward(None, self._caches, batch.verify)
-        logits = stage.logits(stage.hidden(frame))
-        return batch, logits, taps, time.perf_counter() - started
+    @torch.inference_mode()
+    def launch(
+        self, rows: Sequence[int], max_base: int, limits: Sequence[int] | None = None
+    ) -> Outcome:
+        """One group for each of `rows` (distinct). max_base: upper bound of every row's base.
 
-    def _judge(
-        self, batch: GroupBatch, logits_TV: Tensor, counts: Sequence[TokenCounts | None]
-    ) -> Tensor:
-        """Drawn tokens and accepted drafts of each row, [B, G + 1]; ranks other than 0 only make room for them."""
+        limits: drafts at most in each group; all that a row has by default. All ranks of the group launch the same
+        steps; every rank takes rank 0's tokens, so rows cannot drift apart.
+        """
+        now, is_new = self._compose(tuple(rows), None if limits is None else tuple(limits))
+        bucket = self._runner.bucket(len(now.rows))
+        key = StepKey(bucket, self._runner.bound(max_base + self.group), now.flavour)
+        work = partial(self._run, key)
+        if not self._runner.is_ready(key):
+            self._buffers.choose((DUMMY_ROW,) * bucket)  # a recorder runs the work more than once
+            self._runner.capture(key, work, self.buffers)
+            is_new = True
+        if is_new:
+            dummies = bucket - len(now.rows)
+            padded = None if now.limits is None else (*now.limits, *[0] * dummies)
+            self._buffers.choose((*now.rows, *[DUMMY_ROW] * dummies), padded)
+        self._heed_grammars(now)
+        self._runner.run(key, work)
+        return self._outcome(now, bucket)
+
+    def _compose(
+        self, rows: tuple[int, ...], limits: tuple[int, ...] | None
+    ) -> tuple[Composition, bool]:
+        """The composition of a step and whether it is another than before; free while it is the same."""
+        last = self._composition
+        if last is not None and last[:3] == (self._table.version, rows, limits):
+            return last, False
+        bucket = self._runner.bucket(len(rows))
+        padded = rows if len(rows) == bucket else (*rows, DUMMY_ROW)
+        sampling = tuple(self._table.sampling(row) for row in rows)
+        flavour = self._table.flavour(padded)
+        self._composition = Composition(self._table.version, rows, limits, flavour, sampling)
+        return self._composition, True
+
+    def _run(self, key: StepKey) -> None:
+        """The step itself, over the buffers alone."""
+        stage, table, flavour = self._stage, self._table, key.flavour
+        batch = self._buffers.derive(key.n_rows, key.max_len)
+        started = time.perf_counter()
+        frame, taps = stage.forward(None, self._caches, batch.verify)
+        logits = stage.logits(stage.hidden(frame)).unflatten(0, (key.n_rows, self.group))
+        self._forward_s = time.perf_counter() - started
+        drawn_BX = stage.groups.shard.broadcast(self._judge(batch, logits, flavour))
+        drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
+        bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
+        table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
+        if flavour.counts:
+            is_emitted_BG = self._offsets_G <= accepted_B.unsqueeze(1)
+            table.edits.count(batch.rows_B, drawn_BG, is_emitted_BG)
+        if self._drafting is not None:
+            self._drafting.advance(
+                batch.rows_B, batch.base_B, accepted_B, taps, key.max_len, flavour
+            )
+        self._drawn.write(drawn_BX, logits, flavour)
+
+    def _judge(self, batch: GroupBatch, logits_BGV: Tensor, flavour: Flavour) -> Tensor:
+        """Tokens as emitted and accepted drafts of each row, [B, G + 1]; ranks other than 0 only make room for them."""
         n_rows = batch.rows_B.shape[0]
         if self._stage.groups.shard.rank != 0:
             return batch.rows_B.new_empty(n_rows, self.group + 1)
-        drawn_BG = self._recipe.draw(logits_TV, batch.next_T, counts).view(n_rows, self.group)
-        accepted_B = accept(drawn_BG, batch.drafts_BK, self._table.draft_len_R[batch.rows_B])
+        recipe = self._table.recipe(batch.rows_B, flavour)
+        position_BG = batch.next_T.view(n_rows, self.group)
+        allowed = None
+        if flavour.masks:
+            allowed = unpack_mask(self._masks.words_BGW[:n_rows], self._table.vocab_size)
+        scores = recipe.scores(logits_BGV, position_BG, batch.drafts_BK, allowed)
+        if self._rule is not None and flavour.sampled:
+            return self._weigh(batch, recipe, scores, position_BG)
+        drawn_BG = recipe.draw(scores, position_BG)
+        accepted_B = accept(drawn_BG, batch.drafts_BK, batch.draft_len_B)
         return torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
+
+    def _weigh(
+        self, batch: GroupBatch, recipe: Recipe, scores_BGV: Tensor, position_BG: Tensor
+    ) -> Tensor:
+        """As `_judge`, by a rule that weighs what the target gives a draft against what the drafter gave it."""
+        assert self._rule is not None
+        assert self._table.proposal_RKV is not None
+        p_BGV = recipe.probabilities(scores_BGV)
+        q_BKV = self._table.proposal_RKV[batch.rows_B].to(p_BGV.dtype)
+        if (
+            recipe.flavour.greedy
+        ):  # their drafts are best guesses, and a batch of them alone keeps no proposals
+            guess = one_hot(batch.drafts_BK, q_BKV.shape[-1], q_BKV.dtype)
+            q_BKV = torch.where(recipe.params.greedy_B.view(-1, 1, 1), guess, q_BKV)
+        u_BK = recipe.params.uniform(position_BG[:, :-1], Purpose.ACCEPT, self._offsets_G[:-1])
+        accepted_B, final_BV = self._rule(p_BGV, q_BKV, batch.drafts_BK, batch.draft_len_B, u_BK)
+        accepted_B1 = accepted_B.unsqueeze(1)
+        u_B1 = recipe.params.uniform(position_BG.gather(1, accepted_B1), Purpose.RESIDUAL)
+        final_B1 = pick(final_BV, u_B1.squeeze(1)).unsqueeze(1)
+        emitted_BG = torch.cat((batch.drafts_BK, final_B1), 1).scatter(1, accepted_B1, final_B1)
+        return torch.cat((emitted_BG, accepted_B1), 1)
+
+    def _heed_grammars(self, now: Composition) -> None:
+        """Bring grammars up to date and set the masks of this step; waits for earlier steps where there are any."""
+        while self._unread and (now.flavour.masks or len(self._unread) >= len(self._staging)):
+            outcome, grammars = self._unread.popleft()
+            for grammar, ids in zip(grammars, outcome.tokens(), strict=True):
+                for token in ids if grammar is not None else ():
+                    assert grammar is not None
+                    grammar.accept(token)
+        if now.flavour.masks and self._stage.groups.shard.rank == 0:
+            grammars = [self._table.grammar(row) for row in now.rows]
+            drafts = self._buffers.drafts(len(now.rows))
+            self._masks.fill(grammars, drafts)
+
+    def _outcome(self, now: Composition, bucket: int) -> Outcome:
+        host = self._staging[0]
+        self._staging.rotate(-1)
+        host.read(self._drawn, bucket, now.flavour)
+        outcome = Outcome(now.sampling, host, self._device.record(), self._forward_s)
+        if now.flavour.masks:
+            self._unread.append((outcome, tuple(map(self._table.grammar, now.rows))))
+        return outcome
 
 
 def apply_rows(table: RowTable, plan: plan_pb2.StepPlan) -> None:

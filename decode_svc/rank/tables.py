@@ -27,6 +27,7 @@ class GroupBatch:
     rows_B: Tensor
     base_B: Tensor
     drafts_BK: Tensor
+    draft_len_B: Tensor  # drafts that are real, the others are padding
     next_T: Tensor  # position of the token drawn from each row of logits
 
 
@@ -46,23 +47,49 @@ class TableBuffers:
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self._rows = ints(max_rows)
-        self._valid = torch.zeros(max_rows, group, dtype=torch.bool, device=device)
+        self._chosen = ints(2, max_rows)
+        self._rows, self._limits = self._chosen.unbind(0)
+        self._draft_len = ints(max_rows)
         self._base, self._slots, self._columns = ints(max_rows), ints(max_rows), ints(max_rows)
         self._pages = ints(max_rows, width, dtype=torch.int32)
         self._tokens, self._slot_T, self._next_T = ints(n), ints(n), ints(n)
         self._bound_T = ints(n, dtype=torch.int32)
         self._offsets_G = torch.arange(group, device=device)
 
-    def choose(self, rows: Sequence[int]) -> None:
-        """Set who takes part (padding with the dummy row included); stays until the next call."""
+    def buffers(self) -> dict[str, Tensor]:
+        """Everything that a recorded step reads or writes here."""
+        return {
+            "chosen": self._chosen,
+            "draft_len": self._draft_len,
+            "base": self._base,
+            "slots": self._slots,
+            "columns": self._columns,
+            "table": self._pages,
+            "ids": self._tokens,
+            "slot": self._slot_T,
+            "next": self._next_T,
+            "bound": self._bound_T,
+        }
+
+    def choose(self, rows: Sequence[int], limits: Sequence[int] | None = None) -> None:
+        """Set who takes part (padding with the dummy row included); stays until the next call.
+
+        limits: drafts at most that each row's group holds; all that the row has by default.
+        """
         n = len(rows)
-        self._rows[:n] = torch.tensor(rows, dtype=torch.int64, device=self._table.device)
+        most = [self.group - 1] * n if limits is None else limits
+        chosen = torch.tensor((tuple(rows), tuple(most)), dtype=torch.int64)
+        self._chosen[:, :n].copy_(chosen)
         rows_B = self._rows[:n]
-        real = self._offsets_G <= self._table.draft_len_R[rows_B].unsqueeze(1)
-        self._valid[:n] = real & (rows_B != DUMMY_ROW).unsqueeze(1)
         self._pages[:n] = self._table.pages_RW[rows_B]
         self._slots[:n] = self._table.state_slot_R[rows_B]
+
+    def drafts(self, n: int) -> list[list[int]]:
+        """The real drafts of the first `n` chosen rows, read from the device; waits for it."""
+        rows_B = self._rows[:n]
+        real = torch.minimum(self._table.draft_len_R[rows_B], self._limits[:n]).tolist()
+        drafts = self._table.drafts_RK[rows_B].tolist()
+        return [ids[:n_real] for ids, n_real in zip(drafts, real, strict=True)]
 
     def derive(self, n: int, max_len: int) -> GroupBatch:
         """Overwrite the first `n` rows' tables from the row table. max_len: upper bound of every row's length."""
@@ -75,9 +102,14 @@ class TableBuffers:
         tokens_BG[:, 0] = table.anchor_R[rows_B]
         if group > 1:
             tokens_BG[:, 1:] = drafts_BK
+        draft_len_B = torch.minimum(
+            table.draft_len_R[rows_B], self._limits[:n], out=self._draft_len[:n]
+        )
+        is_real_BG = self._offsets_G <= draft_len_B.unsqueeze(1)
+        is_real_BG = is_real_BG & (rows_B != DUMMY_ROW).unsqueeze(1)
         ledger = self._ledger
         position, slot, bound = verify_tables(
-            base_B, self._pages[:n], self._valid[:n], ledger.page_tokens, ledger.cp, self._cp_rank
+            base_B, self._pages[:n], is_real_BG, ledger.page_tokens, ledger.cp, self._cp_rank
         )
         self._slot_T[:t].copy_(slot)
         self._bound_T[:t].copy_(bound)
@@ -92,4 +124,4 @@ class TableBuffers:
             group=group,
             max_bound=ledger.local_len(max_len, self._cp_rank),
         )
-        return GroupBatch(batch, rows_B, base_B, drafts_BK, self._next_T[:t])
+        return GroupBatch(batch, rows_B, base_B, drafts_BK, draft_len_B, self._next_T[:t])

@@ -36,6 +36,8 @@ from k3.parallel.mesh import Shard
 
 log = logging.getLogger(__name__)
 
+Choose = Callable[[int, Tensor], Tensor]  # draft i of each request from its logits [B, V]
+
 
 class DraftContext:
     """Taps of committed tokens to the rows every drafter layer attends to."""
@@ -189,15 +191,18 @@ class Drafter:
         return rms_norm(x, self.norm, self.spec.eps)
 
     @torch.no_grad()
-    def propose(self, context: Context, anchor_B: Tensor, base_B: Tensor) -> Tensor:
-        """Greedy drafts [B, draft_tokens] for positions base + 1 .., the same on every rank."""
+    def propose(
+        self, context: Context, anchor_B: Tensor, base_B: Tensor, choose: Choose | None = None
+    ) -> Tensor:
+        """Drafts [B, draft_tokens] for positions base + 1 .., the same on every rank; the best ones by default."""
         hidden_BKD = self.hidden(context, anchor_B, base_B)[:, : self.draft_tokens]
         base_logits = self.head(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
         drafts: list[Tensor] = []
         previous, state = anchor_B, self.sequential.start(len(anchor_B))
         for i in range(self.draft_tokens):
             bias, state = self.sequential(previous, hidden_BKD[:, i], state)
-            previous = (base_logits[:, i] + bias).argmax(-1)
+            logits_BV = base_logits[:, i] + bias
+            previous = logits_BV.argmax(-1) if choose is None else choose(i, logits_BV)
             drafts.append(previous)
         return self.comm.broadcast(torch.stack(drafts, 1))
 

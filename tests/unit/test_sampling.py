@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from decode_svc.rank.grammar import pack
+from k3.acceptance import accept
+from k3.edits import EditTables, TokenCounts, mask_words, unpack_mask
 from k3.sampling import (
+    Flavour,
+    Params,
     Purpose,
     Recipe,
     RowSampling,
-    TokenCounts,
-    accept,
     philox,
+    pick,
     sample,
     uniform,
     with_logprobs,
@@ -28,13 +32,20 @@ def logits(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(rows, V, generator=generator, dtype=torch.float64).to(dtype) * 2
 
 
+def draw_rows(
+    rows: list[RowSampling], values: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """One token per row of logits, each its own request."""
+    recipe, where = Recipe.of(rows, vocab_size=V), positions[:, None]
+    return recipe.draw(recipe.scores(values[:, None], where), where)[:, 0]
+
+
 def draw(
     row: torch.Tensor, params: SamplingParams, positions: range, **kwargs: object
 ) -> list[int]:
     """One token per position from the same logits."""
     rows = [RowSampling(params, **kwargs)] * len(positions)  # type: ignore[arg-type]
-    recipe = Recipe(rows)
-    return recipe.draw(row.expand(len(rows), -1), torch.tensor(list(positions))).tolist()
+    return draw_rows(rows, row.expand(len(rows), -1), torch.tensor(list(positions))).tolist()
 
 
 def expected_counts(probs: torch.Tensor, n: int, tokens: list[int]) -> None:
@@ -89,8 +100,11 @@ def test_every_part_of_the_key_changes_the_number() -> None:
         uniform(one, one, one + 1, Purpose.TARGET),
         uniform(one, one, one, Purpose.DRAFT),
         uniform(-one, one, one, Purpose.TARGET),
+        uniform(one, one, one, Purpose.TARGET, one),
+        uniform(one, one, one, Purpose.DRAFT, one),
+        uniform(one, one, one, Purpose.DRAFT, one + 1),
     ]
-    assert len({float(u) for u in (base, *others)}) == 7
+    assert len({float(u) for u in (base, *others)}) == 10
 
 
 # ------------------------------------------------------------------ independence
@@ -106,12 +120,12 @@ def test_a_row_draws_the_same_token_in_every_batch() -> None:
     ]
     rows = [RowSampling(p) for p in params]
     values, positions = logits(5), torch.tensor([3, 3, 3, 900, 4])
-    together = Recipe(rows).draw(values, positions).tolist()
+    together = draw_rows(rows, values, positions).tolist()
     for i in (4, 2, 0, 1, 3):
-        alone = Recipe([rows[i]]).draw(values[i : i + 1], positions[i : i + 1]).tolist()
+        alone = draw_rows([rows[i]], values[i : i + 1], positions[i : i + 1]).tolist()
         assert alone == [together[i]]
     order = [2, 0, 4, 3, 1]
-    mixed = Recipe([rows[i] for i in order]).draw(values[order], positions[order]).tolist()
+    mixed = draw_rows([rows[i] for i in order], values[order], positions[order]).tolist()
     assert mixed == [together[i] for i in order]
 
 
@@ -119,9 +133,10 @@ def test_a_group_draws_what_single_steps_would() -> None:
     """Speculation changes nothing: row j of a group uses the number of its own position."""
     row, values = RowSampling(SamplingParams(seed=5, top_p=0.9)), logits(4, seed=2)
     positions = torch.arange(10, 14)
-    grouped = Recipe([row], group=4).draw(values, positions).tolist()
-    singly = [Recipe([row]).draw(values[i : i + 1], positions[i : i + 1]).item() for i in range(4)]
-    assert grouped == singly
+    recipe = Recipe.of([row], vocab_size=V)
+    grouped = recipe.draw(values[None], positions[None])
+    singly = [draw_rows([row], values[i : i + 1], positions[i : i + 1]).item() for i in range(4)]
+    assert grouped.tolist() == [singly]
 
 
 def test_greedy_takes_the_lowest_id_on_ties_and_ignores_filters() -> None:
@@ -169,8 +184,10 @@ def test_top_p_takes_equal_tokens_in_order_of_their_ids() -> None:
 
 def test_top_p_of_one_keeps_every_token() -> None:
     values = torch.zeros(1, V)
-    mixed = Recipe([RowSampling(SamplingParams(seed=i, top_p=p)) for i, p in [(1, 0.5), (2, 1.0)]])
-    seen = {int(mixed.draw(values.expand(2, -1), torch.tensor([p, p]))[1]) for p in range(1500)}
+    mixed = [RowSampling(SamplingParams(seed=i, top_p=p)) for i, p in [(1, 0.5), (2, 1.0)]]
+    seen = {
+        int(draw_rows(mixed, values.expand(2, -1), torch.tensor([p, p]))[1]) for p in range(1500)
+    }
     assert seen == set(range(V))
 
 
@@ -219,18 +236,89 @@ def test_penalties_follow_their_definitions() -> None:
         temperature=0.0, presence_penalty=0.25, frequency_penalty=0.5, repetition_penalty=2.0
     )
     counts = TokenCounts(4, prompt_ids=[2], output_ids=[0, 0])
-    scores = values[0].clone()
-    counts.penalise(scores, params)
-    assert scores.tolist() == [2.0 / 2 - 2 * 0.5 - 0.25, 1.0, -1.0 * 2, 0.5]
-    assert Recipe([RowSampling(params)]).draw(values, torch.tensor([9]), [counts]).tolist() == [1]
-    counts.add(torch.tensor([1, 1]))
-    assert counts.generated.tolist() == [2, 2, 0, 0]
+    recipe = Recipe.of([RowSampling(params)], [counts], vocab_size=4)
+    scores = recipe.scores(values[None], torch.tensor([[9]]))
+    assert scores[0, 0].tolist() == [2.0 / 2 - 2 * 0.5 - 0.25, 1.0, -1.0 * 2, 0.5]
+    [event] = sample(values, [RowSampling(params)], [9], [counts])
+    assert event.id == 1
 
 
 def test_penalties_without_counts_are_a_bug_that_shows() -> None:
     row = RowSampling(SamplingParams(presence_penalty=1.0))
     with pytest.raises(ValueError, match="no token counts"):
-        Recipe([row]).draw(logits(1), torch.tensor([1]), [None])
+        sample(logits(1), [row], [1], [None])
+
+
+def test_a_group_is_edited_as_its_tokens_would_be_one_by_one() -> None:
+    """Row j sees the drafts before it as generated; a request without edits in the batch is left bit for bit alone."""
+    params = SamplingParams(
+        presence_penalty=0.3,
+        frequency_penalty=0.7,
+        repetition_penalty=1.4,
+        logit_bias={3: 1.5},
+        min_tokens=3,
+    )
+    rows = [RowSampling(params, (6, 9), output_start=20), RowSampling(GREEDY)]
+    values = logits(10, seed=6, dtype=torch.float64).view(2, 5, V)
+    drafts, positions = torch.tensor([[4, 4, 2, 6], [1, 2, 3, 4]]), torch.arange(21, 26)
+    tables = EditTables(2, V, torch.device("cpu"))
+    tables.put(
+        0, params, (6, 9), rows[0].banned_before, TokenCounts(V, prompt_ids=[2], output_ids=[5])
+    )
+    tables.put(1, GREEDY, (), 0, None)
+    edits = tables.select(torch.tensor([0, 1]), bias=True, ban=True, counts=True)
+    recipe = Recipe(Params.of(rows, "cpu"), Flavour.of(rows), edits)
+    grouped = recipe.scores(values, positions.expand(2, -1), drafts)
+    for j in range(5):
+        seen = TokenCounts(V, prompt_ids=[2], output_ids=[5, *drafts[0, :j].tolist()])
+        alone = Recipe.of(rows[:1], [seen], vocab_size=V)
+        expected = alone.scores(values[:1, j : j + 1], positions[None, j : j + 1])
+        assert torch.equal(grouped[0, j], expected[0, 0]), j
+    assert torch.equal(grouped[1], values[1])
+    assert grouped[0, :2, 6].tolist() == [float("-inf")] * 2
+    assert grouped[0, 2:, 6].isfinite().all()
+
+
+def test_counted_tokens_are_the_emitted_ones() -> None:
+    tables = EditTables(3, V, torch.device("cpu"))
+    emitted = torch.tensor([[4, 4, 7], [4, 1, 1]])
+    is_emitted = torch.tensor([[True, True, False], [True, False, False]])
+    tables.count(torch.tensor([2, 1]), emitted, is_emitted)
+    assert tables.generated_RV[2].nonzero().flatten().tolist() == [4]
+    assert int(tables.generated_RV[2, 4]) == 2
+    assert int(tables.generated_RV[1, 4]) == int(tables.generated_RV[1].sum()) == 1
+    assert not tables.generated_RV[0].any()
+
+
+def test_masks_survive_packing() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for v in (31, 32, 33, 97):
+        wanted = torch.rand(v, generator=generator) < 0.4
+        wanted[-1] = True
+        words = pack(wanted.nonzero().flatten().tolist(), mask_words(v))
+        assert torch.equal(unpack_mask(words, v), wanted), v
+
+
+# ------------------------------------------------------------------ distributions for acceptance
+
+
+def test_probabilities_are_what_is_drawn_from() -> None:
+    rows = [
+        RowSampling(SamplingParams(seed=1, temperature=0.6, top_k=9, top_p=0.8, min_p=0.05)),
+        RowSampling(GREEDY),
+    ]
+    values = logits(2, seed=8)[:, None]
+    recipe = Recipe.of(rows, vocab_size=V)
+    p = recipe.probabilities(values)
+    assert p.sum(-1).flatten().tolist() == pytest.approx([1.0, 1.0], abs=1e-12)
+    assert p[1, 0, values[1, 0].argmax()] == 1.0
+    expected_counts(p[0, 0], N, draw(values[0], rows[0].params, range(N)))
+    positions = torch.arange(N)[None]
+    drawn = pick(
+        p[:1].expand(N, -1, -1)[:, 0],
+        recipe.params.uniform(positions.expand(2, -1), Purpose.RESIDUAL)[0],
+    )
+    expected_counts(p[0, 0], N, drawn.tolist())
 
 
 # ------------------------------------------------------------------ acceptance

@@ -7,22 +7,36 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from k3.sampling import Verdict, accept, accept_by_block, accept_by_token
+from k3.acceptance import Rule, accept, accept_by_block, accept_by_token
 from tests.compare import assert_close
 
 pytestmark = pytest.mark.dspark
 
 HERE = Path(__file__).parent
 CASES: list[str] = json.loads((HERE / "reject.cases.json").read_text())
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Verdict]
+
+
+class Judged(NamedTuple):
+    n_accepted: int
+    final_V: Tensor
+
+
+def judge(rule: Rule, p_GV: Tensor, q_KV: Tensor, drafts_K: Tensor, u_K: Tensor) -> Judged:
+    """A batch of one, in a group with two drafts more than are real: padding never counts."""
+    k, v = q_KV.shape
+    p = torch.cat((p_GV, torch.full((2, v), torch.nan)))
+    q = torch.cat((q_KV, torch.full((2, v), torch.nan)))
+    drafts, u = torch.cat((drafts_K, drafts_K.new_zeros(2))), torch.cat((u_K, u_K.new_zeros(2)))
+    accepted, final = rule(p[None], q[None], drafts[None], torch.tensor([k]), u[None])
+    return Judged(int(accepted), final[0])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +52,7 @@ def test_the_token_rule_accepts_what_was_recorded_and_leaves_the_same_distributi
     drafts = get("verify_tokens")[1:]
     k = len(drafts)
     q = get("draft_probs")[:k] if k else torch.zeros(0, get("target_probs").shape[1])
-    verdict = accept_by_token(get("target_probs"), q, drafts, get("uniforms"))
+    verdict = judge(accept_by_token, get("target_probs"), q, drafts, get("uniforms")[:k])
     assert verdict.n_accepted == int(get("num_accepted"))
     assert_close(verdict.final_V, get("final_distribution"), 1e-4, case)
 
@@ -81,7 +95,9 @@ def thresholds(rule: Rule, p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
             u = torch.full((K,), 2.0, dtype=torch.float64)
             u[: i if rule is accept_by_token else 0] = -1.0  # the token rule needs those before
             u[i] = middle
-            low, high = (middle, high) if rule(p, q, drafts, u).n_accepted > i else (low, middle)
+            low, high = (
+                (middle, high) if judge(rule, p, q, drafts, u).n_accepted > i else (low, middle)
+            )
         found.append(low)
     return found
 
@@ -108,7 +124,7 @@ def test_emitted_tokens_have_the_law_of_the_target(rule, seed):
                 u[i] = h[i] * 0.5 if is_through else h[i] + (1 - h[i]) * 0.5
             if chance < 1e-15:
                 continue
-            verdict = rule(p, q, torch.tensor(drafts), u)
+            verdict = judge(rule, p, q, torch.tensor(drafts), u)
             lengths += chance * verdict.n_accepted
             for token in range(V):
                 start = (*drafts[: verdict.n_accepted], token)
