@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from threading import Barrier
 from typing import TypeVar
 
@@ -67,8 +68,28 @@ class ThreadCollectives:
         self.group.exchange(self.rank, torch.empty(0))
 
 
+class Sent:
+    def wait(self) -> None: ...
+
+
+class ThreadPipeline(SoloCollectives):
+    """One member of a pipeline: messages between two ranks arrive in order."""
+
+    def __init__(self, lines: dict[tuple[int, int], Queue[Tensor]], rank: int) -> None:
+        self.lines, self.rank = lines, rank
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        self.lines[self.rank, to].put(tensor.clone())
+        return Sent()
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        message = self.lines[source, self.rank].get(timeout=DEADLINE_S)
+        tensor[: len(message)].copy_(message)  # as gloo: a shorter message fills the front
+        return tensor
+
+
 def mesh_groups(mesh: Mesh) -> list[Groups]:
-    """The groups of every rank of a mesh of one stage."""
+    """The groups of every rank of a mesh."""
 
     def members(groups: tuple[tuple[int, ...], ...]) -> dict[int, Collectives]:
         joined: dict[int, Collectives] = {}
@@ -79,7 +100,8 @@ def mesh_groups(mesh: Mesh) -> list[Groups]:
         return joined
 
     shard, context = members(mesh.stage_groups()), members(mesh.context_groups())
-    return [Groups(shard[r], context[r], SoloCollectives()) for r in range(mesh.size)]
+    lines = {(a, b): Queue[Tensor]() for a in range(mesh.size) for b in range(mesh.size)}
+    return [Groups(shard[r], context[r], ThreadPipeline(lines, r)) for r in range(mesh.size)]
 
 
 def run_group(n: int, body: Callable[[int], T]) -> list[T]:

@@ -12,6 +12,7 @@ N finished rows, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from k3.model.batch import ChunkBatch
 from k3.model.draft_ring import write_rows
 from k3.model.dspark import DraftContext
 from k3.model.k3 import Stage
+from k3.parallel.collectives import Pending
 from k3.parallel.frame import Frame, receive_frame, send_frame
 from k3.sampling import RowSampling, TokenCounts, sample, with_logprobs
 from k3.types import LogprobParams, TokenEvent
@@ -95,6 +97,7 @@ class ChunkStage:
         self.storage = storage
         self.page_tokens = page_tokens
         self._caches = storage.caches()
+        self._sending: deque[Pending] = deque()
 
     def run(
         self, step_id: int, chunks: Sequence[StageChunk], on_launched: Callable[[], None]
@@ -114,8 +117,19 @@ class ChunkStage:
         on_launched()
         if place.is_last:
             return StageStep(self._finish(frame, batch.cu_lens, chunks), forward_s)
-        send_frame(stage.groups.pipeline, frame, step_id, place.next).wait()
+        self._send(step_id, frame)
         return StageStep((), forward_s)
+
+    def _send(self, step_id: int, frame: Frame) -> None:
+        """Hand the frame over without waiting for the next stage: it may still be busy with earlier plans.
+
+        As many frames as plans in flight are kept alive; the oldest is then of an acknowledged plan, so it has left.
+        """
+        place = self.stage.place
+        if len(self._sending) == place.mesh.pp:
+            self._sending.popleft().wait()
+        sending = send_frame(self.stage.groups.pipeline, frame, step_id, place.next)
+        self._sending.append(sending)
 
     def _write_draft_rows(
         self, taps_TXD: Tensor, batch: ChunkBatch, chunks: Sequence[StageChunk]

@@ -6,6 +6,7 @@ Real NIXL, real bytes; nothing is generated. Used to test the prefill service al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from dataclasses import dataclass, field
 
@@ -114,44 +115,68 @@ class Peer:
 
 
 class Call:
-    """One `Prefill` stream, message by message."""
+    """One `Prefill` stream. A task of its own reads and echoes heartbeats, as decode does: a test may take its time."""
 
     def __init__(self, stub: prefill_pb2_grpc.PrefillServiceStub) -> None:
         self._call = stub.Prefill()
+        self._writing = asyncio.Lock()
+        self._arrived = asyncio.Event()
+        self._n_taken = 0
+        self._error: grpc.aio.AioRpcError | None = None
         self.seen: list[prefill_pb2.PrefillResponse] = []
         self.does_echo = True
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                self.seen.append(response)
+                self._arrived.set()
+                if response.HasField("progress") and self.does_echo:
+                    await self._echo(response.progress.seq)
+        except grpc.aio.AioRpcError as error:
+            self._error = error
+        finally:
+            self._arrived.set()
+
+    async def _echo(self, seq: int) -> None:
+        over = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # reading on tells how it ended
+        with contextlib.suppress(*over):
+            await self.say(heartbeat_echo=prefill_pb2.HeartbeatEcho(seq=seq))
 
     async def say(self, **message: object) -> None:
-        await self._call.write(prefill_pb2.PrefillRequest(**message))  # type: ignore[arg-type]
+        async with self._writing:
+            await self._call.write(prefill_pb2.PrefillRequest(**message))  # type: ignore[arg-type]
 
     def has_seen(self, kind: str) -> bool:
         return any(response.HasField(kind) for response in self.seen)
 
     async def next(self, kind: str) -> prefill_pb2.PrefillResponse:
-        """The next message of a kind; heartbeats before it are answered. Raises AioRpcError at an early end."""
+        """The next message of a kind, passing over others. Raises AioRpcError at an early end."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                response = await self._call.read()
-                if response is grpc.aio.EOF:
+                for response in self.seen[self._n_taken :]:
+                    self._n_taken += 1
+                    if response.HasField(kind):
+                        return response
+                if self._reader.done():
                     status = await self._call.code()
-                    raise AssertionError(f"the stream ended with {status} before {kind!r}")
-                self.seen.append(response)
-                if response.HasField("progress") and self.does_echo:
-                    await self.say(
-                        heartbeat_echo=prefill_pb2.HeartbeatEcho(seq=response.progress.seq)
+                    raise self._error or AssertionError(
+                        f"the stream ended with {status} before {kind!r}"
                     )
-                if response.HasField(kind):
-                    return response
+                self._arrived.clear()
+                await self._arrived.wait()
 
     async def end(self) -> grpc.StatusCode:
         """Status of the call once everything was read."""
         async with asyncio.timeout(WAIT_S):
-            try:
-                while (response := await self._call.read()) is not grpc.aio.EOF:
-                    self.seen.append(response)
-            except grpc.aio.AioRpcError:
-                pass
+            await asyncio.wait([self._reader])
             return await self._call.code()
+
+    async def expect(self, status: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+        """The call ends with this status; a failing test shows the details of another one."""
+        ended = await self.end()
+        assert ended is status, f"{ended}: {await self._call.details()}"
 
     def cancel(self) -> None:
         self._call.cancel()

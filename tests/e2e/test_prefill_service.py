@@ -54,7 +54,7 @@ def config(pp: int = 1, tp: int = 1) -> EngineConfig:
         model=ModelConfig(
             path=str(GOLDEN), name="k3-nano", dtype="float64", device="cpu", max_model_len=300
         ),
-        parallel=ParallelConfig(pp=pp, tp=tp),
+        parallel=ParallelConfig(pp=pp, tp=tp, exchange="value"),
         cache=CacheConfig(page_tokens=P, pages=N_PAGES, state_slots=6, fill_nan=True),
         schedule=ScheduleConfig(max_rows=4, max_queue=3, token_budget=24, reserve_wait_s=2.0),
         transfer=TransferConfig(
@@ -158,7 +158,7 @@ async def test_a_prompt_is_computed_and_lands_in_the_peers_memory(
     await peer.records_of(committed)
     await asyncio.to_thread(check_caches, peer, cases, "case2", pages, 5)
     await call.say(received=prefill_pb2.Received(generation=1))
-    assert await call.end() is grpc.StatusCode.OK
+    await call.expect()
 
 
 async def test_a_destination_that_comes_after_the_first_token_gets_everything(
@@ -175,7 +175,7 @@ async def test_a_destination_that_comes_after_the_first_token_gets_everything(
     await peer.records_of(committed)
     await asyncio.to_thread(check_caches, peer, cases, "case0", pages, 2)
     await call.say(received=prefill_pb2.Received(generation=1))
-    assert await call.end() is grpc.StatusCode.OK
+    await call.expect()
 
 
 async def test_many_prompts_at_once_get_their_own_tokens(
@@ -192,7 +192,7 @@ async def test_many_prompts_at_once_get_their_own_tokens(
         await peer.records_of((await call.next("committed")).committed)
         await asyncio.to_thread(check_caches, peer, cases, case, pages, slot)
         await call.say(received=prefill_pb2.Received(generation=1))
-        assert await call.end() is grpc.StatusCode.OK
+        await call.expect()
 
     await asyncio.gather(
         one("case0", 0, 0), one("case1", 5, 1), one("case2", 6, 2), one("case0", 24, 3)
@@ -209,7 +209,7 @@ async def test_an_abort_is_answered_by_quiesced_and_the_stream_ends_well(
     await call.say(abort=prefill_pb2.Abort(generation=1, reason=prefill_pb2.ABORT_REASON_CLIENT))
     quiesced = (await call.next("quiesced")).quiesced
     assert quiesced.generation == 1
-    assert await call.end() is grpc.StatusCode.OK
+    await call.expect()
 
 
 async def test_a_lost_stream_is_proven_quiet_by_the_unary_call(
@@ -244,7 +244,7 @@ async def test_without_a_destination_the_pages_are_kept_for_reserve_wait_only(
     await call.say(start=peer.start([5, 6, 7]))
     await call.next("prefilled")
     assert service.engine.load().pages_pinned == 1
-    assert await call.end() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await call.expect(grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 async def test_a_silent_peer_is_fenced(service: Service, peer: Peer) -> None:
@@ -253,7 +253,7 @@ async def test_a_silent_peer_is_fenced(service: Service, peer: Peer) -> None:
     await call.say(start=peer.start([5, 6, 7]))
     await call.say(destination=peer.destination([0], state_slot=0))
     await call.next("committed")
-    assert await call.end() is grpc.StatusCode.UNAVAILABLE
+    await call.expect(grpc.StatusCode.UNAVAILABLE)
     assert call.seen[-1].HasField("quiesced")
 
 
@@ -278,7 +278,7 @@ async def test_prompt_logprobs_arrive_for_every_token(
         assert len(token.top) == 2
     assert prefilled.token.logprob == pytest.approx(expected[-1].max().item(), abs=2e-4)
     await call.say(abort=prefill_pb2.Abort(reason=prefill_pb2.ABORT_REASON_STOPPED))
-    assert await call.end() is grpc.StatusCode.OK
+    await call.expect()
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ async def test_a_request_that_cannot_be_served_is_refused_at_once(
 ) -> None:
     call = Call(service.stub)
     await call.say(start=peer.start(**{"token_ids": [1, 2], **fields}))
-    assert await call.end() is status
+    await call.expect(status)
 
 
 async def test_a_full_queue_is_refused_at_once(service: Service, peer: Peer) -> None:
@@ -340,9 +340,9 @@ async def random_call(service: Service, peer: Peer, rng: random.Random) -> str:
             if not call.has_seen("committed"):
                 await call.next("committed")
             await call.say(received=prefill_pb2.Received(generation=1))
-        assert await call.end() is grpc.StatusCode.OK
+        await call.expect()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        assert await call.end() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await call.expect(grpc.StatusCode.RESOURCE_EXHAUSTED)
         return "refused"
     return ending
 
@@ -371,7 +371,7 @@ async def test_the_loss_of_a_rank_fails_open_requests_and_the_group_comes_back(
     await call.say(start=peer.start([1] * 290))
     await call.next("accepted")
     os.kill(rank_pid(), signal.SIGKILL)
-    assert await call.end() is grpc.StatusCode.UNAVAILABLE
+    await call.expect(grpc.StatusCode.UNAVAILABLE)
     async with asyncio.timeout(60.0):
         while service.engine.readiness():
             service.engine.load_changed.clear()
@@ -379,7 +379,7 @@ async def test_the_loss_of_a_rank_fails_open_requests_and_the_group_comes_back(
     assert service.engine.describe().instance_id != before
     lost = Call(service.stub)
     await lost.say(start=peer.start([1, 2, 3]))
-    assert await lost.end() is grpc.StatusCode.FAILED_PRECONDITION
+    await lost.expect(grpc.StatusCode.FAILED_PRECONDITION)
     with pytest.raises(ReconnectRequired):
         service.engine.life().peers.find(peer.instance_id)
     await service.stub.Connect(peer.connect_request())
@@ -388,7 +388,7 @@ async def test_the_loss_of_a_rank_fails_open_requests_and_the_group_comes_back(
     await again.say(destination=peer.destination([0], state_slot=0))
     await again.next("committed")
     await again.say(received=prefill_pb2.Received(generation=1))
-    assert await again.end() is grpc.StatusCode.OK
+    await again.expect()
 
 
 def rank_pid() -> int:
