@@ -117,6 +117,11 @@ class DraftCount:
             self._n_drafts += n_drafts
 
     @property
+    def width(self) -> int:
+        """Drafts of a full group; 0 in a service that does not speculate."""
+        return len(self._histogram) - 1
+
+    @property
     def total(self) -> Speculation | None:
         """Everything counted; None in a service that does not speculate."""
         if len(self._histogram) == 1:
@@ -131,8 +136,10 @@ class DecodeRequest:
         "_state",
         "arrived_s",
         "base",
+        "confidence",
         "draft_valid",
         "drafts",
+        "has_drafts",
         "key",
         "outputs",
         "plans_in_flight",
@@ -152,6 +159,8 @@ class DecodeRequest:
         self.outputs: list[TokenEvent] = []  # confirmed output tokens, the first one from prefill
         self.base = 0  # confirmed base: position of the anchor
         self.draft_valid = False  # prefill's draft rows are in the ring
+        self.has_drafts = True  # the newest step that had this row proposed drafts for the next one
+        self.confidence: tuple[float, ...] = ()  # calibrated, of each draft; empty while unknown
         self.drafts = DraftCount(draft_tokens)
         self.plans_in_flight = 0
         self._state = State.QUEUED

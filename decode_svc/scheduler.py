@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from decode_svc.capacity import worst_len
+from decode_svc.draft_policy import DraftPolicy
 from decode_svc.emission import Kept, keep
 from decode_svc.ledger import Ledger
 from decode_svc.request import DecodeRequest, Event, RequestSpec, Reservation, State
@@ -27,30 +28,39 @@ from k3.types import TokenEvent
 
 
 class RowStep(NamedTuple):
-    """One verify group of a plan. base_bound: the anchor's position if every step in flight emits all it can."""
+    """One verify group of a plan. base_bound: the anchor's position if every step in flight emits all it can.
+
+    draft_len: drafts that are checked.
+    """
 
     request: DecodeRequest
     row: Slot
     base_bound: int
+    draft_len: int = 0
 
 
 class Plan(NamedTuple):
-    """One step. Closed rows come first, then opened ones."""
+    """One step. Closed rows come first, then opened ones.
+
+    no_drafts: nothing is proposed, neither for opened rows nor for the next step.
+    """
 
     step_id: int
     closed: tuple[Slot, ...]
     opened: tuple[DecodeRequest, ...]
     rows: tuple[RowStep, ...]
     group_len: int
+    no_drafts: bool = False
 
 
 class Emitted(NamedTuple):
-    """What a step says about one row."""
+    """What a step says about one row. confidence: of the drafts proposed for its next group, as the head gives it."""
 
     row: int
     epoch: int
     tokens: tuple[TokenEvent, ...]
     n_drafts: int = 0
+    confidence: tuple[float, ...] = ()
 
 
 class Progress(NamedTuple):
@@ -78,7 +88,7 @@ class Limits:
 
     @property
     def group_len(self) -> int:
-        """G: tokens of every verify group."""
+        """G: tokens of the widest verify group."""
         return 1 + self.draft_tokens
 
 
@@ -93,7 +103,10 @@ class DecodeScheduler:
         pages: PagePool,
         state_slots: SlotPool,
         rows: SlotPool,
+        policy: DraftPolicy | None = None,
     ) -> None:
+        """policy: how many drafts steps check; without one all of them."""
+        self.policy = policy or DraftPolicy(limits.draft_tokens)
         self.ledger = ledger
         self.limits = limits
         self.pages = pages
@@ -251,21 +264,25 @@ class DecodeScheduler:
         """The next step, or None when there is nothing to run or `depth` steps are in flight."""
         if len(self._in_flight) >= self.limits.depth:
             return None
-        rows = tuple(self._row_step(r) for r in self._running.values() if self._may_run(r))
-        if not rows:
+        chosen = [r for r in self._running.values() if self._may_run(r)]
+        if not chosen:
             return None
+        width = self.policy.width(chosen)
+        rows = tuple(self._row_step(r, width or 0) for r in chosen)
         plan = Plan(
             self._next_step,
             tuple(self._to_close),
             tuple(self._to_open),
             rows,
-            self.limits.group_len,
+            1 + max(step.draft_len for step in rows),
+            width is None,
         )
         self._next_step += 1
         self._to_close.clear()
         self._to_open.clear()
-        for step in rows:
-            step.request.plans_in_flight += 1
+        for request in chosen:
+            request.plans_in_flight += 1
+            request.has_drafts = width is not None
         self._in_flight.append(plan)
         return plan
 
@@ -273,7 +290,7 @@ class DecodeScheduler:
         """Whether another step can add a kept token: each step in flight emits at least one."""
         return len(request.outputs) + request.plans_in_flight < request.spec.stop.max_tokens
 
-    def _row_step(self, request: DecodeRequest) -> RowStep:
+    def _row_step(self, request: DecodeRequest, width: int) -> RowStep:
         group = self.limits.group_len
         bound = request.base + request.plans_in_flight * group
         held = request.held
@@ -281,7 +298,7 @@ class DecodeScheduler:
         assert needed <= len(held.pages), (
             f"{request!r}: {needed} pages needed, {len(held.pages)} reserved"
         )
-        return RowStep(request, held.row, bound)
+        return RowStep(request, held.row, bound, width if request.has_drafts else 0)
 
     def advance(self, step_id: int, emitted: Sequence[Emitted]) -> list[Progress]:
         """Absorb the acknowledgement of the oldest plan in flight.
@@ -312,6 +329,7 @@ class DecodeScheduler:
         request.outputs.extend(kept.tokens)
         request.base += len(result.tokens)
         request.drafts.add(result.n_drafts, len(result.tokens) - 1)
+        self.policy.heard(request, result.confidence)
         if kept.finish is not None:
             self._finish(request)
         return Progress(request, kept)
@@ -325,6 +343,7 @@ class DecodeScheduler:
 
     def _finish(self, request: DecodeRequest) -> None:
         request.apply(Event.FINISH)
+        self.policy.finished(request)
         del self._running[request.key]
         self._finishing[request.key] = request
 

@@ -16,25 +16,26 @@ from k3.v1 import decode_pb2, plan_pb2
 
 def step_plan(plan: Plan) -> plan_pb2.StepPlan:
     """A plan for the ranks."""
-    message = plan_pb2.StepPlan(step_id=plan.step_id, group_len=plan.group_len)
+    message = plan_pb2.StepPlan(
+        step_id=plan.step_id, group_len=plan.group_len, no_drafts=plan.no_drafts
+    )
     for row in plan.closed:
         message.close_rows.add(row=row.index, epoch=row.epoch)
     for request in plan.opened:
-        message.open_rows.append(open_row(request, plan.group_len - 1))
+        message.open_rows.append(open_row(request))
     for step in plan.rows:
         message.verify_rows.add(
-            row=step.row.index, epoch=step.row.epoch, base_bound=step.base_bound
+            row=step.row.index,
+            epoch=step.row.epoch,
+            base_bound=step.base_bound,
+            draft_len=step.draft_len,
         )
     return message
 
 
-def open_row(request: DecodeRequest, draft_tokens: int) -> plan_pb2.OpenRow:
-    """The row of a request whose caches are complete.
-
-    Requests with penalties get no drafts: a penalty would have to see tokens of the same group.
-    """
-    spec, held = request.spec, request.held
-    needs_counts = spec.sampling.needs_counts
+def open_row(request: DecodeRequest) -> plan_pb2.OpenRow:
+    """The row of a request whose caches are complete."""
+    spec, held, draft_tokens = request.spec, request.held, request.drafts.width
     output = [token.id for token in request.outputs]
     start = request.prompt_len - spec.output_prefix_len
     fresh, earlier = spec.prompt[:start], spec.prompt[start:]
@@ -51,7 +52,7 @@ def open_row(request: DecodeRequest, draft_tokens: int) -> plan_pb2.OpenRow:
         sampling=convert.sampling_to_proto(spec.sampling),
         stop=convert.stop_to_proto(spec.stop),
         logprobs=convert.logprobs_to_proto(spec.logprobs),
-        draft_len=0 if needs_counts else draft_tokens,
+        draft_len=draft_tokens,
         prompt_ids=fresh if spec.sampling.needs_prompt_ids else (),
         output_ids=[*earlier, *output],
     )
@@ -65,6 +66,7 @@ def emitted(result: plan_pb2.StepResult) -> list[Emitted]:
             row.epoch,
             tuple(convert.token_from_proto(token) for token in row.tokens),
             row.n_drafts,
+            tuple(row.confidence),
         )
         for row in result.rows
     ]

@@ -65,11 +65,11 @@ def test_what_is_not_served_is_rejected_by_name(changes: dict[str, object], para
 
 
 def opened(**changes: object) -> plan_pb2.OpenRow:
-    request = DecodeRequest(3, wire.request_spec(message(**changes), VOCAB), 0.0)
+    request = DecodeRequest(3, wire.request_spec(message(**changes), VOCAB), 0.0, draft_tokens=3)
     request.reservation = Reservation((5, 6), Slot(2, 1), Slot(1, 4))
     request.outputs = [TokenEvent(8), TokenEvent(9)]
     request.base = 5
-    return wire.open_row(request, 3)
+    return wire.open_row(request)
 
 
 def test_an_opened_row_carries_the_anchor_and_its_memory() -> None:
@@ -79,12 +79,12 @@ def test_an_opened_row_carries_the_anchor_and_its_memory() -> None:
     assert list(row.prompt_ids) == []
 
 
-def test_penalties_get_the_tokens_they_count_and_no_drafts() -> None:
+def test_penalties_get_the_tokens_they_count_and_drafts_as_others_do() -> None:
     penalised = common_pb2.SamplingParams(temperature=0, top_p=1, repetition_penalty=1.2)
     row = opened(sampling=penalised, output_prefix_len=1)
     assert list(row.prompt_ids) == [1, 2, 3]
     assert list(row.output_ids) == [4, 8, 9]
-    assert row.draft_len == 0
+    assert row.draft_len == 3
 
 
 def test_events_become_responses_and_faults_errors() -> None:

@@ -1,0 +1,62 @@
+"""How many drafts the rows of a step check: none, all of them, or as many as pay. Pure.
+
+`SpeculationGate` decides first; then, with a calibration, `draft_schedule.width` weighs what the drafts are expected to
+bring against what a wider step costs. The choice is made here, in the front, and travels in the plan, so ranks cannot
+disagree about it. With two steps in flight a confidence is that of drafts which are being checked while the next step
+is planned; it is smoothed then, as the drafts of the step that is planned do not exist yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decode_svc.draft_schedule import width
+from decode_svc.gate import SpeculationGate
+from decode_svc.request import DecodeRequest
+from k3.calibration import Calibration, calibrated
+
+SMOOTHING = 0.8  # weight of what was known before, for confidences of other drafts than those that are checked
+
+
+class DraftPolicy:
+    """gate, calibration: None where they are not wanted. is_stale: confidences are those of earlier drafts."""
+
+    def __init__(
+        self,
+        draft_tokens: int,
+        *,
+        gate: SpeculationGate | None = None,
+        calibration: Calibration | None = None,
+        is_stale: bool = False,
+    ) -> None:
+        self._draft_tokens = draft_tokens
+        self._calibration = calibration
+        self._is_stale = is_stale
+        self.gate = gate
+
+    def width(self, requests: Sequence[DecodeRequest]) -> int | None:
+        """Drafts that each of these rows checks at most; None: nothing is proposed either. Call once per step."""
+        if self.gate is not None and not self.gate.decide(len(requests)):
+            return None
+        if self._calibration is None:
+            return self._draft_tokens
+        known = [request.confidence for request in requests if request.has_drafts]
+        if not known or not all(known):
+            return (
+                self._draft_tokens
+            )  # a row that just started: its first group says what its drafts are worth
+        return width(known, len(requests), self._calibration.rates)
+
+    def heard(self, request: DecodeRequest, confidence: Sequence[float]) -> None:
+        """A step proposed drafts for a row and said how far it trusts them."""
+        if self._calibration is None or not confidence:
+            return
+        new, old = calibrated(confidence, self._calibration.temperatures), request.confidence
+        if self._is_stale and old:
+            new = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new, strict=True)]
+        request.confidence = tuple(new)
+
+    def finished(self, request: DecodeRequest) -> None:
+        """A running request ended."""
+        if self.gate is not None:
+            self.gate.finished(request.drafts.total)
