@@ -46,6 +46,12 @@ class Deployment(deployment.Deployment):
         )
 
     @property
+    def latent_token_bytes(self) -> int:
+        """Bytes that one token takes in the latent caches of all MLA layers."""
+        layers = len(self.spec.layers_of(LayerKind.MLA))
+        return layers * self.spec.mla.latent_width * DTYPE_BYTES[self.config.model.dtype]
+
+    @property
     def exchange_bytes(self) -> int:
         """Bytes that one rank sends others per token of a step to merge attention, over all MLA layers.
 

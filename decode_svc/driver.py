@@ -51,7 +51,7 @@ class DecodeEngine(GroupEngine[Incarnation]):
         if not found:
             wrong = f"request_id={query['request_id']!r}: no such request is open here"
             return problem(404, "not_found", wrong)
-        return Answer(200, holdings(scheduler.ledger, found[-1]))
+        return Answer(200, holdings(scheduler.ledger, found[-1], self._decode.latent_token_bytes))
 
     async def stop(self) -> None:
         """End every request, all ranks and the channels. Idempotent."""

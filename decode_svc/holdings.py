@@ -28,8 +28,11 @@ def overview(ledger: Ledger, requests: Iterable[DecodeRequest]) -> Json:
     }
 
 
-def holdings(ledger: Ledger, request: DecodeRequest) -> Json:
-    """One request: tokens and pages on every rank. A page may hold nothing yet; one id is a page on every rank."""
+def holdings(ledger: Ledger, request: DecodeRequest, token_bytes: int) -> Json:
+    """One request: tokens and pages on every rank. A page may hold nothing yet; one id is a page on every rank.
+
+    token_bytes: of one token in all latent caches.
+    """
     reservation = request.reservation
     pages = () if reservation is None else reservation.pages
     return {
@@ -43,6 +46,7 @@ def holdings(ledger: Ledger, request: DecodeRequest) -> Json:
             {
                 "cp": rank,
                 "tokens": ledger.local_len(request.base, rank),
+                "latent_bytes": ledger.local_len(request.base, rank) * token_bytes,
                 "pages": _pages(ledger, request.base, pages, rank),
             }
             for rank in range(ledger.cp)

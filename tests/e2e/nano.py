@@ -14,10 +14,12 @@ GOLDEN = ROOT / "tests/golden/k3"
 SPECIALS = ["[PAD]", "[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
 
 
-def nano_folder(target: Path) -> Path:
+def nano_folder(target: Path, context: int = 4096) -> Path:
     """Write the model folder: golden config and weights, byte tokenizer, the embedded model's chat format."""
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copy(GOLDEN / "config.json", target / "config.json")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = context
+    (target / "config.json").write_text(json.dumps(config))
     shutil.copy(GOLDEN / "model.safetensors", target / "model.safetensors")
     _write_chat_format(target)
     return target

@@ -31,9 +31,11 @@ from tests.e2e.oracle import Oracle
 pytestmark = [pytest.mark.e2e, pytest.mark.helix]
 
 ANSWER, DRAFTS = 11, 3
-# One token; around a page and a super-block of 4 x 2, 8 x (2 x 2) and 16 x 4; long.
-LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 600)
+# One token; around a page and a super-block of 4 x 2, 32 x (2 x 2) and 16 x 4; long.
+LENGTHS = (1, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 129, 600)
 ALONE = (0, 2, 5, 9, 13, 15)
+LONG = 5000
+TOKEN_BYTES = 3 * (32 + 8) * 8  # MLA layers, latent and shared key dims, float64
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=11),
@@ -58,7 +60,7 @@ LAYOUTS = (
     Layout(
         "tp2-cp2-latents-gqa-drafts",
         ("--tp", "2", "--cp", "2", "--parallel-exchange", "latent"),
-        8,
+        32,
         2,
         "gqa",
     ),
@@ -86,7 +88,7 @@ def body(i: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return nano_folder(tmp_path_factory.mktemp("model") / "k3-nano")
+    return nano_folder(tmp_path_factory.mktemp("model") / "k3-nano", context=8192)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,7 @@ def cluster(layout: Layout, folder, tmp_path_factory) -> Iterator[Cluster]:
         common += ("--spec-drafter", str(random_drafter(place, target, layout.drafter, seed=3)))
         drafts = ("--spec-draft-tokens", str(DRAFTS))
     with Cluster(
-        prefill_flags=(*common, "--schedule-token-budget", "96"),
+        prefill_flags=(*common, "--schedule-token-budget", "250"),
         decode_flags=(*common, *layout.flags, *drafts),
         router_flags=("--model-path", str(folder)),
     ) as running:
@@ -155,7 +157,8 @@ async def test_sixteen_prompts_at_once_give_the_same_tokens(cluster, truth):
 
 def test_gauges_and_the_ledger_page_show_the_shares_of_a_running_request(cluster, layout):
     decode = cluster.decodes[0]
-    with Generation(cluster.url, prompt_of(600), max_tokens=1500) as generation:
+    n = LONG if layout.cp == 4 else 600
+    with Generation(cluster.url, prompt_of(n), max_tokens=1500) as generation:
         generation.wait_first()
 
         def shares() -> list[float]:
@@ -165,15 +168,18 @@ def test_gauges_and_the_ledger_page_show_the_shares_of_a_running_request(cluster
 
         tokens = wait_for(lambda: (found := shares())[0] and found, 20, "a running request")
         assert max(tokens) - min(tokens) <= layout.page
-        assert sum(tokens) >= 600
+        assert sum(tokens) >= n
         overview = json.loads(get(decode.ops, "/admin/ledger").body)
         (request,) = overview["requests"]
         shown = json.loads(
             get(decode.ops, f"/admin/ledger?request_id={request['request_id']}").body
         )
         assert shown["cp"] == layout.cp
-        assert shown["tokens"] == sum(rank["tokens"] for rank in shown["ranks"]) >= 600
+        assert shown["tokens"] == sum(rank["tokens"] for rank in shown["ranks"]) >= n
+        share = shown["tokens"] / layout.cp
+        page_bytes = layout.page * TOKEN_BYTES
         for rank in shown["ranks"]:
+            assert abs(rank["latent_bytes"] - share * TOKEN_BYTES) <= page_bytes
             firsts = [page["first"] // layout.page % layout.cp for page in rank["pages"]]
             assert set(firsts) == {rank["cp"]}
             assert sum(page["tokens"] for page in rank["pages"]) == rank["tokens"]

@@ -9,9 +9,11 @@ from decode_svc.holdings import holdings, overview
 from decode_svc.ledger import Ledger
 from decode_svc.request import DecodeRequest, RequestSpec
 from decode_svc.scheduler import DecodeScheduler, Limits
+from k3.cache.layout import build_layout
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from k3.parallel.mesh import Mesh
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
 from tests.sim.decode_world import NANO
 
@@ -52,13 +54,14 @@ def test_every_rank_holds_its_share_within_a_page() -> None:
 
 def test_the_page_of_a_request_names_pages_positions_and_tokens_of_every_rank() -> None:
     scheduler, request = running(2, 37)
-    shown = holdings(scheduler.ledger, request)
+    shown = holdings(scheduler.ledger, request, token_bytes=10)
     assert (shown["request_id"], shown["state"], shown["tokens"]) == ("r-1", "running", 37)
     pages = request.held.pages
     assert shown["ranks"] == [
         {
             "cp": 0,
             "tokens": 21,
+            "latent_bytes": 210,
             "pages": [
                 {"page": pages[0], "first": 0, "tokens": 16},
                 {"page": pages[1], "first": 32, "tokens": 5},
@@ -68,6 +71,7 @@ def test_the_page_of_a_request_names_pages_positions_and_tokens_of_every_rank() 
         {
             "cp": 1,
             "tokens": 16,
+            "latent_bytes": 160,
             "pages": [
                 {"page": pages[0], "first": 16, "tokens": 16},
                 {"page": pages[1], "first": 48, "tokens": 0},
@@ -86,10 +90,16 @@ def test_the_overview_lists_open_requests_and_sums_their_tokens() -> None:
         {"request_id": "r-1", "state": "running", "tokens": 37},
         {"request_id": "r-2", "state": "queued", "tokens": 0},
     ]
-    assert holdings(scheduler.ledger, waiting)["ranks"] == [
-        {"cp": 0, "tokens": 0, "pages": []},
-        {"cp": 1, "tokens": 0, "pages": []},
+    assert holdings(scheduler.ledger, waiting, token_bytes=10)["ranks"] == [
+        {"cp": 0, "tokens": 0, "latent_bytes": 0, "pages": []},
+        {"cp": 1, "tokens": 0, "latent_bytes": 0, "pages": []},
     ]
+
+
+def test_a_tokens_bytes_are_those_of_its_share_of_a_page() -> None:
+    deployment = Deployment.of(replace(CONFIG, parallel=ParallelConfig(cp=4)), "digest")
+    layout = build_layout(deployment.spec, Mesh(cp=4), 0, page_tokens=P, dtype=CONFIG.model.dtype)
+    assert P * deployment.latent_token_bytes == layout.page_bytes
 
 
 def test_values_cost_fewer_bytes_than_latents_and_one_rank_costs_none() -> None:
