@@ -285,7 +285,10 @@ class PrefillScheduler:
     # ------------------------------------------------------------ making a plan
 
     def _grants(self) -> dict[int, int]:
-        """Tokens of the next step per request: reserve for short ones, shares for long ones, then what is left."""
+        """Tokens of the next step per request: reserve for short ones, shares for long ones, then what is left.
+
+        The reserve is rounded up where it ends inside a prompt: rounded down, its rest would be lost in every step.
+        """
         policy = self.policy
         candidates = self._candidates()
         short = [r for r in candidates if self._is_short(r)]
@@ -294,7 +297,7 @@ class PrefillScheduler:
         reserve = int(policy.short_share * policy.token_budget) if long else policy.token_budget
         for request in short:
             before = budget.left
-            budget.give(request, reserve)
+            budget.give(request, -(-reserve // policy.chunk_align) * policy.chunk_align)
             reserve -= before - budget.left
         long.sort(key=_least_recently_served)
         for n_served, request in enumerate(long):

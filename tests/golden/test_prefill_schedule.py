@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from prefill_svc.core.scheduler import Policy, PrefillScheduler
+from prefill_svc.core.timeline import Arrival, run
+
+pytestmark = pytest.mark.prefill
 
 FOLDER = Path(__file__).parent / "prefix"
 
@@ -54,25 +57,16 @@ FREE = [case for case in cases("pp_timeline") if not any(case["in"]["held_after"
 
 @pytest.mark.parametrize("case", FREE, ids=[case["id"] for case in FREE])
 def test_chunks_of_one_prompt_overlap_in_the_pipeline(case: dict[str, Any]) -> None:
-    """Stages take plans in order, each as soon as it is free and the stage before is done with it."""
     given = case["in"]
-    costs, n_stages = given["costs"], given["pp"]
-    s = scheduler(4, 4, given["max_inflight"], 4)
-    s.submit(1, 4 * len(costs), 0.0)
-    spans: list[list[list[int]]] = []
-    free = [0] * n_stages
-    now, acknowledged = 0, 0
-    while acknowledged < len(costs):
-        while (plan := s.plan(float(now))) is not None:
-            begin, span = now, list[list[int]]()
-            for stage in range(n_stages):
-                begin = max(begin, free[stage])
-                free[stage] = begin + costs[plan.step_id - 1]
-                span.append([begin, free[stage]])
-                begin = free[stage]
-            spans.append(span)
-        now = spans[acknowledged][-1][1]
-        acknowledged += 1
-        s.advance(acknowledged, [(1, 1)] if acknowledged == len(costs) else [])
-    assert spans == case["out"]["spans"]
-    assert now == case["out"]["makespan"]
+    costs = given["costs"]
+    line = run(
+        scheduler(4, 4, given["max_inflight"], 4),
+        given["pp"],
+        lambda plan: costs[plan.step_id - 1],
+        [Arrival(1, 4 * len(costs))],
+    )
+    assert [[list(span) for span in flight.spans] for flight in line.flights] == case["out"][
+        "spans"
+    ]
+    assert line.makespan == case["out"]["makespan"]
+    assert line.occupancy == pytest.approx(case["out"]["busy_fraction"], abs=1e-6)
