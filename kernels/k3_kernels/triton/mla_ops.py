@@ -1,0 +1,185 @@
+"""The Triton attention operations: which blocks a shape gets, the launches, the buffers between them.
+
+Same signatures as `reference.mla`; nothing here reads the device from the host, so a step can be captured. The
+schedule of a step (how long every row is) is made once and shared by its layers.
+
+Letters: T tokens, B rows, G group tokens, H heads, C latent width, R shared key dims, K = C + R, D value dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from k3_kernels.reference import mla as reference
+from k3_kernels.triton import combine
+from k3_kernels.triton.mla import UNIT, attend, schedule
+from k3_kernels.triton.mla_write import write_rows
+
+LOG2_E = 1.4426950408889634
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How one shape is cut: queries and keys of a block, which of them lie along the matrix unit's rows, resources.
+
+    fewest: steps of `UNIT` keys below which a row is not split further; at_once: pieces merged at a time.
+    """
+
+    queries: int
+    keys: int
+    keys_first: bool
+    warps: int
+    stages: int
+    per_sm: int = 1
+    fewest: int = 2
+    at_once: int = 8
+
+
+def blocks_for(n_queries: int) -> Blocks:
+    """n_queries: heads times group tokens, all of which share their keys."""
+    if n_queries <= 16:
+        return Blocks(16, 64, True, warps=4, stages=2)
+    if n_queries <= 32:
+        return Blocks(32, 64, True, warps=8, stages=2)
+    return Blocks(64, 64, False, warps=8, stages=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's pages, bounds and schedule; `line` [B + 1] counts steps of `UNIT` keys before each row."""
+
+    page_table_BW: Tensor
+    bound_T: Tensor
+    line: Tensor
+    length_B: Tensor
+    group: int
+    page_tokens: int
+
+
+class TritonAttention:
+    """`api.AttentionOps` on one GPU, or in Triton's interpreter on CPU tensors."""
+
+    def __init__(self, n_sms: int, blocks: Blocks | None = None) -> None:
+        """n_sms: multiprocessors to fill. blocks: instead of `blocks_for`, for tuning and tests."""
+        self.n_sms = n_sms
+        self.blocks = blocks
+
+    def write(self, cache_PTK: Tensor, slot_T: Tensor, latent_TK: Tensor) -> None:
+        """Store latent rows; slot -1 is skipped."""
+        write_rows(cache_PTK, slot_T, latent_TK)
+
+    def plan(
+        self, page_table_BW: Tensor, bound_T: Tensor, group: int, max_bound: int, page_tokens: int
+    ) -> Plan:
+        """One small launch. `max_bound` is not needed: bounds are read on the device."""
+        del max_bound
+        n_rows = page_table_BW.shape[0]
+        line = torch.empty(n_rows + 1, dtype=torch.int32, device=bound_T.device)
+        length_B = torch.empty(n_rows, dtype=torch.int32, device=bound_T.device)
+        schedule[(1,)](
+            bound_T,
+            line,
+            length_B,
+            n_rows,
+            G=group,
+            UNIT=UNIT,
+            BLOCK_B=triton.next_power_of_2(n_rows),
+            BLOCK_G=triton.next_power_of_2(group),
+        )
+        return Plan(page_table_BW.to(torch.int32), bound_T, line, length_B, group, page_tokens)
+
+    def decode(
+        self, q_THK: Tensor, cache_PTK: Tensor, plan: Plan, scale: float, value_width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Absorbed attention of verify groups: o [T, H, C], lse [T, H] float32, natural log."""
+        _check(q_THK, cache_PTK)
+        n_tokens, heads, width = q_THK.shape
+        n_rows, group = n_tokens // plan.group, plan.group
+        queries = heads * group
+        blocks = self.blocks or blocks_for(queries)
+        n_blocks = triton.cdiv(queries, blocks.queries)
+        n_parts = max(1, self.n_sms * blocks.per_sm // n_blocks)
+        block_c = max(16, triton.next_power_of_2(value_width))
+        o = torch.empty(n_tokens, heads, value_width, dtype=q_THK.dtype, device=q_THK.device)
+        lse = torch.empty(n_tokens, heads, dtype=torch.float32, device=q_THK.device)
+        part_o = lse.new_empty(2 * n_parts, queries, value_width)
+        part_lse = lse.new_empty(2 * n_parts, queries)
+        attend[(n_blocks, n_parts)](
+            q_THK.contiguous(),
+            cache_PTK,
+            plan.page_table_BW,
+            plan.bound_T,
+            plan.line,
+            plan.length_B,
+            o,
+            lse,
+            part_o,
+            part_lse,
+            scale * LOG2_E,
+            n_rows,
+            n_parts,
+            cache_PTK.stride(0),
+            plan.page_table_BW.stride(0),
+            H=heads,
+            G=group,
+            P=plan.page_tokens,
+            C=value_width,
+            R=width - value_width,
+            BLOCK_B=triton.next_power_of_2(n_rows),
+            BLOCK_C=block_c,
+            BLOCK_R=max(16, triton.next_power_of_2(width - value_width)),
+            M=blocks.queries,
+            N=blocks.keys,
+            UNIT=UNIT,
+            FEWEST=blocks.fewest,
+            KEYS_FIRST=blocks.keys_first,
+            STAGES=blocks.stages,
+            num_warps=blocks.warps,
+        )
+        combine.merge_parts[(n_rows * queries,)](
+            part_o,
+            part_lse,
+            plan.line,
+            o,
+            lse,
+            n_rows,
+            n_parts,
+            H=heads,
+            G=group,
+            C=value_width,
+            BLOCK_C=block_c,
+            FEWEST=blocks.fewest,
+            AT_ONCE=blocks.at_once,
+            num_warps=4,
+        )
+        return o, lse
+
+    prefill = staticmethod(reference.prefill)
+
+    def merge(self, o_RTHD: Tensor, lse_RTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Union of partial results."""
+        return combine.merge(o_RTHD, lse_RTH)
+
+    def with_blocks(self, **changes: int) -> TritonAttention:
+        """The same with other blocks, for tuning."""
+        assert self.blocks is not None, "with_blocks changes given blocks"
+        return TritonAttention(self.n_sms, replace(self.blocks, **changes))
+
+
+def _check(q_THK: Tensor, cache_PTK: Tensor) -> None:
+    if q_THK.dtype not in DTYPES or cache_PTK.dtype != q_THK.dtype:
+        raise TypeError(
+            f"queries {q_THK.dtype}, cache {cache_PTK.dtype}: the triton attention takes one of "
+            f"{', '.join(map(str, DTYPES))} for both; set backends.attention=reference for others"
+        )
+    row = q_THK.shape[-1]
+    if cache_PTK.stride(2) != 1 or cache_PTK.stride(1) != row:
+        raise ValueError(
+            f"cache strides {cache_PTK.stride()}: rows of a page must follow each other, "
+            f"expected (page stride, {row}, 1)"
+        )

@@ -1,0 +1,21 @@
+# ruff: noqa: TID251  (asked at collection, before any device is opened)
+"""Everything here needs a CUDA GPU, is marked `gpu` and skipped without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder; skip them where torch sees no GPU."""
+    missing = pytest.mark.skip(reason="needs a CUDA GPU; torch sees none")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(missing)
