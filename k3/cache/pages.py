@@ -54,6 +54,10 @@ class PagePool:
             len(self._quarantined),
         )
 
+    def n_held(self, pages: Iterable[int]) -> int:
+        """How many of these somebody holds: retaining them takes nothing from what is available."""
+        return sum(page in self._refs for page in pages)
+
     def allocate(self, n: int) -> tuple[int, ...]:
         """Take `n` pages with refcount 1, ascending where possible (dense runs transfer as one descriptor).
 
