@@ -141,8 +141,10 @@ class DecodeRequest:
         "drafts",
         "has_drafts",
         "key",
+        "next_drafts",
         "outputs",
         "plans_in_flight",
+        "read_column",
         "reservation",
         "spec",
         "wait_s",
@@ -163,6 +165,11 @@ class DecodeRequest:
         self.confidence: tuple[float, ...] = ()  # calibrated, of each draft; empty while unknown
         self.drafts = DraftCount(draft_tokens)
         self.plans_in_flight = 0
+        # Over stages the front keeps what the device's row table keeps otherwise.
+        self.read_column = (
+            -1
+        )  # group token whose state is the committed one; -1 before the first group
+        self.next_drafts: tuple[int, ...] = ()
         self._state = State.QUEUED
 
     def __repr__(self) -> str:

@@ -20,47 +20,12 @@ from decode_svc.capacity import worst_len
 from decode_svc.draft_policy import DraftPolicy
 from decode_svc.emission import Kept, keep
 from decode_svc.ledger import Ledger
+from decode_svc.plan import Emitted, Plan, RowState, RowStep
 from decode_svc.request import DecodeRequest, Event, RequestSpec, Reservation, State
 from k3.cache.pages import PagePool
 from k3.cache.slots import Slot, SlotPool
 from k3.errors import QueueFull, RequestRejected
 from k3.types import TokenEvent
-
-
-class RowStep(NamedTuple):
-    """One verify group of a plan. base_bound: the anchor's position if every step in flight emits all it can.
-
-    draft_len: drafts that are checked.
-    """
-
-    request: DecodeRequest
-    row: Slot
-    base_bound: int
-    draft_len: int = 0
-
-
-class Plan(NamedTuple):
-    """One step. Closed rows come first, then opened ones.
-
-    no_drafts: nothing is proposed, neither for opened rows nor for the next step.
-    """
-
-    step_id: int
-    closed: tuple[Slot, ...]
-    opened: tuple[DecodeRequest, ...]
-    rows: tuple[RowStep, ...]
-    group_len: int
-    no_drafts: bool = False
-
-
-class Emitted(NamedTuple):
-    """What a step says about one row. confidence: of the drafts proposed for its next group, as the head gives it."""
-
-    row: int
-    epoch: int
-    tokens: tuple[TokenEvent, ...]
-    n_drafts: int = 0
-    confidence: tuple[float, ...] = ()
 
 
 class Progress(NamedTuple):
@@ -79,12 +44,18 @@ class Hold(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Fixed numbers of the service."""
+    """Fixed numbers of the service. is_staged: over stages, a row is in one of the `depth` steps in flight."""
 
     max_queue: int
     max_model_len: int
     depth: int = 1
     draft_tokens: int = 0
+    is_staged: bool = False
+
+    @property
+    def row_depth(self) -> int:
+        """Steps in flight that may name one row (`depth.py`)."""
+        return 1 if self.is_staged else self.depth
 
     @property
     def group_len(self) -> int:
@@ -187,7 +158,9 @@ class DecodeScheduler:
     def _pages_needed(self, spec: RequestSpec) -> int:
         limits = self.limits
         return self.ledger.pages(
-            worst_len(len(spec.prompt), spec.stop.max_tokens, limits.draft_tokens, limits.depth - 1)
+            worst_len(
+                len(spec.prompt), spec.stop.max_tokens, limits.draft_tokens, limits.row_depth - 1
+            )
         )
 
     def _fits(self, request: DecodeRequest) -> bool:
@@ -264,33 +237,43 @@ class DecodeScheduler:
         """The next step, or None when there is nothing to run or `depth` steps are in flight."""
         if len(self._in_flight) >= self.limits.depth:
             return None
-        chosen = [r for r in self._running.values() if self._may_run(r)]
+        chosen = self._chosen()
         if not chosen:
             return None
         width = self.policy.width(chosen)
-        rows = tuple(self._row_step(r, width or 0) for r in chosen)
+        rows = tuple(self._row_step(r, width) for r in chosen)
+        opened = tuple(r for r in self._to_open if r in chosen)
         plan = Plan(
             self._next_step,
             tuple(self._to_close),
-            tuple(self._to_open),
+            opened,
             rows,
             1 + max(step.draft_len for step in rows),
             width is None,
         )
         self._next_step += 1
         self._to_close.clear()
-        self._to_open.clear()
+        self._to_open = [r for r in self._to_open if r not in opened]
         for request in chosen:
             request.plans_in_flight += 1
             request.has_drafts = width is not None
         self._in_flight.append(plan)
         return plan
 
+    def _chosen(self) -> list[DecodeRequest]:
+        """Who takes part in the next step; over stages an equal share of all, so that every stage has work."""
+        ready = [r for r in self._running.values() if self._may_run(r)]
+        if self.limits.is_staged:
+            del ready[-(-len(self._running) // self.limits.depth) :]
+        return ready
+
     def _may_run(self, request: DecodeRequest) -> bool:
         """Whether another step can add a kept token: each step in flight emits at least one."""
-        return len(request.outputs) + request.plans_in_flight < request.spec.stop.max_tokens
+        in_flight = request.plans_in_flight
+        wants_more = len(request.outputs) + in_flight < request.spec.stop.max_tokens
+        return wants_more and in_flight < self.limits.row_depth
 
-    def _row_step(self, request: DecodeRequest, width: int) -> RowStep:
+    def _row_step(self, request: DecodeRequest, width: int | None) -> RowStep:
         group = self.limits.group_len
         bound = request.base + request.plans_in_flight * group
         held = request.held
@@ -298,7 +281,12 @@ class DecodeScheduler:
         assert needed <= len(held.pages), (
             f"{request!r}: {needed} pages needed, {len(held.pages)} reserved"
         )
-        return RowStep(request, held.row, bound, width if request.has_drafts else 0)
+        most = (width or 0) if request.has_drafts else 0
+        if not self.limits.is_staged:
+            return RowStep(request, held.row, bound, most)
+        opens = width is not None and self.limits.draft_tokens > 0 and request in self._to_open
+        most = min(most, len(request.next_drafts))
+        return RowStep(request, held.row, bound, most, RowState.of(request), opens)
 
     def advance(self, step_id: int, emitted: Sequence[Emitted]) -> list[Progress]:
         """Absorb the acknowledgement of the oldest plan in flight.
@@ -315,7 +303,8 @@ class DecodeScheduler:
         for step, result in zip(plan.rows, emitted, strict=True):
             request = step.request
             request.plans_in_flight -= 1
-            if request.state is State.RUNNING:
+            request.next_drafts = result.drafts
+            if request.state is State.RUNNING and not step.opens:
                 progress.append(self._absorb(request, result))
             if request.state is State.FINISHING and request.plans_in_flight == 0:
                 self._settle_row(request)
@@ -328,6 +317,7 @@ class DecodeScheduler:
         kept = keep(request.spec.stop, len(request.outputs), result.tokens)
         request.outputs.extend(kept.tokens)
         request.base += len(result.tokens)
+        request.read_column = len(result.tokens) - 1
         request.drafts.add(result.n_drafts, len(result.tokens) - 1)
         self.policy.heard(request, result.confidence)
         if kept.finish is not None:

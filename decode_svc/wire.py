@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import assert_never
 
 from decode_svc.caller import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
+from decode_svc.plan import Emitted, Plan, RowState
 from decode_svc.request import Candidate, DecodeRequest, RequestSpec
-from decode_svc.scheduler import Emitted, Plan
 from k3.errors import K3Error, RequestRejected
 from k3.rpc import convert
 from k3.rpc.limits import check_drawing
@@ -24,13 +24,26 @@ def step_plan(plan: Plan) -> plan_pb2.StepPlan:
     for request in plan.opened:
         message.open_rows.append(open_row(request))
     for step in plan.rows:
-        message.verify_rows.add(
+        row = message.verify_rows.add(
             row=step.row.index,
             epoch=step.row.epoch,
             base_bound=step.base_bound,
             draft_len=step.draft_len,
+            opens=step.opens,
         )
+        if step.state is not None:
+            row.state.CopyFrom(row_state(step.state))
     return message
+
+
+def row_state(state: RowState) -> plan_pb2.RowState:
+    """A row for stages that did not judge it."""
+    return plan_pb2.RowState(
+        base=state.base,
+        anchor=state.anchor,
+        read_column=state.read_column,
+        draft_ids=state.drafts,
+    )
 
 
 def open_row(request: DecodeRequest) -> plan_pb2.OpenRow:
@@ -67,6 +80,7 @@ def emitted(result: plan_pb2.StepResult) -> list[Emitted]:
             tuple(convert.token_from_proto(token) for token in row.tokens),
             row.n_drafts,
             tuple(row.confidence),
+            tuple(row.next_drafts),
         )
         for row in result.rows
     ]
