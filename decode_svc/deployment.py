@@ -6,14 +6,19 @@ State slot 0 and row 0 are dummies for padding and warm-up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
+from decode_svc.draft_policy import DraftPolicy
+from decode_svc.gate import GateRule, SpeculationGate, no_cost
 from decode_svc.intake.source import Pair
 from decode_svc.ledger import Ledger
 from decode_svc.scheduler import DecodeScheduler, Limits
 from k3.cache.layout import DTYPE_BYTES, PROTO_VERSION
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
+from k3.calibration import Calibration
 from k3.errors import LayoutMismatch
 from k3.model.spec import LayerKind
 from k3.rank import deployment
@@ -43,6 +48,25 @@ class Deployment(deployment.Deployment):
             pages=PagePool(config.cache.pages),
             state_slots=SlotPool(config.cache.state_slots - self.N_DUMMIES, first=self.N_DUMMIES),
             rows=SlotPool(config.schedule.max_rows, first=self.N_DUMMIES),
+            policy=self._draft_policy(),
+        )
+
+    def _draft_policy(self) -> DraftPolicy:
+        """Raises ConfigError when the calibration is gone since the configuration was judged."""
+        spec, schedule = self.config.spec, self.config.schedule
+        calibration = Calibration.read(Path(spec.calibration)) if spec.calibration else None
+        gate = None
+        if spec.gate_window:
+            rule = GateRule(spec.gate_window, spec.gate_threshold, spec.gate_retry_steps)
+            costs = no_cost
+            if calibration is not None:
+                costs = partial(calibration.rates.break_even, group=1 + spec.draft_tokens)
+            gate = SpeculationGate(rule, costs)
+        return DraftPolicy(
+            spec.draft_tokens,
+            gate=gate,
+            calibration=calibration if spec.draft_schedule == "confidence" else None,
+            is_stale=schedule.depth > 1,
         )
 
     @property

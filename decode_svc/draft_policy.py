@@ -51,7 +51,8 @@ class DraftPolicy:
         """A step proposed drafts for a row and said how far it trusts them."""
         if self._calibration is None or not confidence:
             return
-        new, old = calibrated(confidence, self._calibration.temperatures), request.confidence
+        temperatures = self._calibration.temperatures[: len(confidence)]
+        new, old = calibrated(confidence, temperatures), request.confidence
         if self._is_stale and old:
             new = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new, strict=True)]
         request.confidence = tuple(new)

@@ -34,31 +34,21 @@ class Drafting:
         """First drafts of rows that were just opened. max_base: upper bound of their bases."""
         if rows:
             rows_B = torch.tensor(list(rows), dtype=torch.int64, device=self._table.device)
-            self._propose(rows_B, max_base, self._table.flavour(rows))
+            self.propose(rows_B, max_base, self._table.flavour(rows))
 
-    def advance(
-        self,
-        rows_B: Tensor,
-        base_B: Tensor,
-        accepted_B: Tensor,
-        taps_TXD: Tensor,
-        max_base: int,
-        flavour: Flavour,
-    ) -> None:
-        """After the rows were committed: store what was accepted, propose what comes next.
-
-        base_B: where the judged groups began. max_base: upper bound of the new bases. flavour: of these rows.
-        """
-        position_BG = base_B.unsqueeze(1) + self._offsets_G
-        keep_BG = self._offsets_G <= accepted_B.unsqueeze(1)
+    def advance(self, rows_B: Tensor, base_B: Tensor, accepted_B: Tensor, taps_TXD: Tensor) -> None:
+        """After the rows were committed: store the rows of what was accepted. base_B: where the groups began."""
+        offsets_G = self._offsets_G[: taps_TXD.shape[0] // rows_B.shape[0]]
+        position_BG = base_B.unsqueeze(1) + offsets_G
+        keep_BG = offsets_G <= accepted_B.unsqueeze(1)
         keep_BG = keep_BG & (rows_B != DUMMY_ROW).unsqueeze(1)
         slot_BG = self._table.state_slot_R[rows_B].unsqueeze(1).expand_as(position_BG)
         position_T = position_BG.flatten()
         rows = self._drafter.context(taps_TXD, position_T)
         self._ring.write(rows, slot_BG.flatten(), position_T, keep_BG.flatten())
-        self._propose(rows_B, max_base, flavour)
 
-    def _propose(self, rows_B: Tensor, max_base: int, flavour: Flavour) -> None:
+    def propose(self, rows_B: Tensor, max_base: int, flavour: Flavour) -> None:
+        """Drafts for the rows' next groups. max_base: upper bound of their bases. flavour: of these rows."""
         table = self._table
         base_B = table.base_R[rows_B]
         context = self._ring.read(
@@ -66,8 +56,14 @@ class Drafting:
         )
         is_drawn = table.proposal_RKV is not None and flavour.sampled
         choose = self._drawing(rows_B, base_B, flavour) if is_drawn else None
-        drafts_BK = self._drafter.propose(context, table.anchor_R[rows_B], base_B, choose)
+        drafter, anchor_B = self._drafter, table.anchor_R[rows_B]
+        hidden_BKD = drafter.hidden(context, anchor_B, base_B)[:, : drafter.draft_tokens]
+        drafts_BK = drafter.draft(hidden_BKD, anchor_B, choose)
         table.propose(rows_B, drafts_BK)
+        if table.confidence_RK is not None:
+            previous_BK = torch.cat((anchor_B.unsqueeze(1), drafts_BK[:, :-1]), 1)
+            logits_BK = drafter.confidence_logits(hidden_BKD, previous_BK)
+            table.confidence_RK[rows_B] = logits_BK.sigmoid().float()
 
     def _drawing(self, rows_B: Tensor, base_B: Tensor, flavour: Flavour) -> Choose:
         """Draft i of each row from its distribution q, as it is kept for the judgement."""

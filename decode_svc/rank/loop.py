@@ -15,11 +15,13 @@ from typing import assert_never
 from decode_svc.capacity import table_width
 from decode_svc.ledger import Ledger
 from decode_svc.rank.drafting import Drafting
-from decode_svc.rank.graphs import Eager
+from decode_svc.rank.graphs import Eager, GraphRunner
+from decode_svc.rank.outcome import Outcome
 from decode_svc.rank.rows import DUMMY_SLOT, RowTable
-from decode_svc.rank.step import Outcome, VerifyStep, apply_rows
+from decode_svc.rank.step import VerifyStep, apply_rows
 from k3.config import speculation
 from k3.model.draft_ring import DraftRing
+from k3.model.layers import wide
 from k3.rank.context import RankContext
 from k3.rpc.convert import token_to_proto
 from k3.v1 import plan_pb2
@@ -33,13 +35,15 @@ class Launched:
 
     plan: plan_pb2.StepPlan
     outcome: Outcome
+    n_drafts: tuple[int, ...]  # checked of each row
     received_s: float
 
 
 class DecodeRank:
     """Executes plans over a context; separate from the connection, so that a test can drive it."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, runner: GraphRunner | None = None) -> None:
+        """runner: how steps are launched; as they come by default."""
         config, spec = context.config, context.spec
         group = 1 + config.spec.draft_tokens
         ledger = Ledger(config.cache.page_tokens, context.mesh.cp)
@@ -49,21 +53,33 @@ class DecodeRank:
         max_rows = config.schedule.max_rows
         device = context.stage.device
         self._context = context
-        self._table = RowTable(max_rows, width, config.spec.draft_tokens, spec.vocab_size, device)
+        drafting = config.spec.draft_tokens > 0
+        acceptance = config.spec.acceptance if drafting else "match"
+        self._table = RowTable(
+            max_rows,
+            width,
+            config.spec.draft_tokens,
+            spec.vocab_size,
+            device,
+            proposals=None if acceptance == "match" else wide(context.stage.dtype),
+            confident=speculation.is_by_confidence(config),
+        )
         self._step = VerifyStep(
             context.stage,
             context.storage.caches(),
             self._table,
             ledger,
-            Eager(),
+            runner or Eager(),
             context.device,
             max_rows=max_rows,
             group=group,
             depth=config.schedule.depth,
             drafting=_drafting(context, self._table),
+            acceptance=acceptance,
         )
         self._max_rows = max_rows
         self._last_step = 0
+        self._drafted: set[int] = set()  # rows with drafts that no step has looked at
 
     def warm_up(self) -> None:
         """Touch every kernel on the dummy row before the first request."""
@@ -79,28 +95,59 @@ class DecodeRank:
             raise ValueError(
                 f"plan {plan.step_id} after plan {self._last_step}: plans must be dense"
             )
-        if plan.group_len != self._step.group or plan.chunks or not plan.verify_rows:
+        fits = 1 <= plan.group_len <= self._step.group
+        if not fits or plan.chunks or not plan.verify_rows:
             raise ValueError(
                 f"plan {plan.step_id}: group_len={plan.group_len} with {len(plan.chunks)} chunks and "
-                f"{len(plan.verify_rows)} verify rows; a decode rank takes verify rows of group_len={self._step.group}"
+                f"{len(plan.verify_rows)} verify rows; a decode rank takes rows of group_len 1..{self._step.group}"
             )
         self._last_step = plan.step_id
         apply_rows(self._table, plan)
-        drafting = [row for row in plan.open_rows if row.draft_len]
+        drafting = [row for row in plan.open_rows if row.draft_len and not plan.no_drafts]
+        self._drafted.difference_update(row.row for row in plan.open_rows)
+        self._drafted.update(row.row for row in drafting)
         self._step.open(
             [row.row for row in drafting], max((row.base for row in drafting), default=0)
         )
-        rows = [row.row for row in plan.verify_rows]
-        outcome = self._step.launch(rows, max(row.base_bound for row in plan.verify_rows))
-        return Launched(plan, outcome, received_s)
+        n_drafts = tuple(self._n_drafts(row, plan.group_len - 1) for row in plan.verify_rows)
+        outcome = self._step.launch(
+            [row.row for row in plan.verify_rows],
+            max(row.base_bound for row in plan.verify_rows),
+            n_drafts,
+            group=plan.group_len,
+            proposes=not plan.no_drafts,
+        )
+        judged = {row.row for row in plan.verify_rows}
+        self._drafted = self._drafted - judged if plan.no_drafts else self._drafted | judged
+        return Launched(plan, outcome, n_drafts, received_s)
+
+    def _n_drafts(self, row: plan_pb2.VerifyRow, room: int) -> int:
+        """Drafts of the row that this plan checks, at most `room`; the rest of its group is padding.
+
+        Drafts are checked once: of older ones it is known what became of them, which the rules that weigh drafts by
+        their probability must not be told.
+        """
+        if row.row not in self._drafted:
+            return 0
+        most = min(room, self._table.n_drafts(row.row))
+        return min(row.draft_len, most) if row.HasField("draft_len") else most
 
     def answer(self, launched: Launched) -> plan_pb2.StepResult:
         """The acknowledgement of a step; waits for the device."""
         result = plan_pb2.StepResult(step_id=launched.plan.step_id)
-        for row, tokens in zip(launched.plan.verify_rows, launched.outcome.answers(), strict=True):
+        outcome = launched.outcome
+        answers = zip(
+            launched.plan.verify_rows,
+            launched.n_drafts,
+            outcome.answers(),
+            outcome.confidence(),
+            strict=True,
+        )
+        for row, n_drafts, tokens, confidence in answers:
             entry = result.rows.add(row=row.row, epoch=row.epoch)
             entry.tokens.extend([token_to_proto(token) for token in tokens])
-            entry.n_drafts = self._table.n_drafts(row.row)
+            entry.n_drafts = n_drafts
+            entry.confidence.extend(confidence)
         result.step_s = time.perf_counter() - launched.received_s
         result.forward_s = launched.outcome.forward_s
         return result

@@ -25,42 +25,58 @@ class Drawn:
     """tokens: [B, G + 1], tokens of the group as they are emitted and the number of accepted drafts.
 
     logprobs: [B, G, 1 + N] float64, of each token and of the N most likely ones, whose ids are top_ids [B, G, N].
+    confidence: [B, K] float32, of the drafts proposed for the next step; empty where nobody asks for it.
     """
 
     tokens: Tensor
     logprobs: Tensor
     top_ids: Tensor
+    confidence: Tensor
 
     @classmethod
-    def empty(cls, n_rows: int, group: int, vocab_size: int, make: Empty) -> Drawn:
+    def empty(
+        cls, n_rows: int, group: int, vocab_size: int, n_confidences: int, make: Empty
+    ) -> Drawn:
         """Room for up to `n_rows` rows."""
         top = min(MAX_TOP, vocab_size)
         return cls(
             make(n_rows, group + 1, dtype=torch.int64),
             make(n_rows, group, 1 + top, dtype=torch.float64),
             make(n_rows, group, top, dtype=torch.int64),
+            make(n_rows, n_confidences, dtype=torch.float32),
         )
 
     def buffers(self) -> dict[str, Tensor]:
         """By name."""
-        return {"tokens": self.tokens, "logprobs": self.logprobs, "top_ids": self.top_ids}
+        return {
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "top_ids": self.top_ids,
+            "confidences": self.confidence,
+        }
 
     def write(self, drawn_BX: Tensor, logits_BGV: Tensor, flavour: Flavour) -> None:
-        """Overwrite the first B rows with a step's tokens, and what was asked for about them."""
-        n = drawn_BX.shape[0]
-        self.tokens[:n].copy_(drawn_BX)
+        """Overwrite the first B rows with a step's tokens, and what was asked for about them.
+
+        The step's groups may be narrower than the buffers'.
+        """
+        n, group = logits_BGV.shape[:2]
+        self.tokens[:n, :group].copy_(drawn_BX[:, :-1])
+        self.tokens[:n, -1].copy_(drawn_BX[:, -1])
         if not flavour.logprobs:
             return
         logprobs = raw_logprobs(logits_BGV)
-        self.logprobs[:n, :, :1].copy_(logprobs.gather(2, drawn_BX[:, :-1].unsqueeze(2)))
+        self.logprobs[:n, :group, :1].copy_(logprobs.gather(2, drawn_BX[:, :-1].unsqueeze(2)))
         if flavour.top_logprobs:
             best, ids = logprobs.topk(self.top_ids.shape[2], dim=-1)
-            self.logprobs[:n, :, 1:].copy_(best)
-            self.top_ids[:n].copy_(ids)
+            self.logprobs[:n, :group, 1:].copy_(best)
+            self.top_ids[:n, :group].copy_(ids)
 
     def read(self, source: Drawn, n: int, flavour: Flavour) -> None:
         """Start copying what a step of that flavour wrote."""
         self.tokens[:n].copy_(source.tokens[:n], non_blocking=True)
+        if self.confidence.numel():
+            self.confidence[:n].copy_(source.confidence[:n], non_blocking=True)
         if flavour.logprobs:
             self.logprobs[:n].copy_(source.logprobs[:n], non_blocking=True)
             self.top_ids[:n].copy_(source.top_ids[:n], non_blocking=True)
@@ -71,13 +87,20 @@ class Outcome:
     """A step on its way to the host.
 
     sampling: of the rows of the step, without padding. host: staging memory, good once `event` is complete; reused
-    `depth` steps later. forward_s: seconds inside the model, of the launch on a GPU.
+    `depth` steps later. forward_s: seconds inside the model, of the launch on a GPU. proposed: drafts follow it.
     """
 
     sampling: tuple[RowSampling, ...]
     host: Drawn
     event: Event
     forward_s: float
+    proposed: bool = True
+
+    def confidence(self) -> list[list[float]]:
+        """Per row, of the drafts that were proposed for its next group; nothing where nothing is known."""
+        self.event.synchronize()
+        n = len(self.sampling)
+        return self.host.confidence[:n].tolist() if self.proposed else [[] for _ in range(n)]
 
     def tokens(self) -> list[list[int]]:
         """Per row the tokens emitted: accepted drafts and the bonus. Waits for the event, not for later steps."""

@@ -42,8 +42,12 @@ class RowTable:
         vocab_size: int,
         device: torch.device,
         proposals: torch.dtype | None = None,
+        confident: bool = False,
     ) -> None:
-        """proposals: precision of the distributions drafts were drawn from; None where nobody asks for them."""
+        """proposals: precision of the distributions drafts were drawn from; None where nobody asks for them.
+
+        confident: keep how far the drafter trusts each draft.
+        """
         n_rows = max_rows + 1
         self.device = device
         self.vocab_size = vocab_size
@@ -63,6 +67,9 @@ class RowTable:
         self.pages_RW = torch.full((n_rows, width), NO_PAGE, dtype=torch.int32, device=device)
         self.params = Params.empty(n_rows, device)
         self.edits = EditTables(n_rows, vocab_size, device)
+        self.confidence_RK = None
+        if confident:
+            self.confidence_RK = torch.zeros(n_rows, draft_tokens, device=device)
         self.proposal_RKV = None
         if proposals is not None:
             shape = (n_rows, draft_tokens, vocab_size)
@@ -83,7 +90,13 @@ class RowTable:
             "whole": self.params.whole,
             **self.edits.buffers(),
         }
-        return found if self.proposal_RKV is None else {**found, "proposals": self.proposal_RKV}
+        kept = {"proposals": self.proposal_RKV, "confidence": self.confidence_RK}
+        return found | {name: tensor for name, tensor in kept.items() if tensor is not None}
+
+    @property
+    def n_confidences(self) -> int:
+        """Drafts of a row whose confidence is kept."""
+        return 0 if self.confidence_RK is None else self.confidence_RK.shape[1]
 
     def open(self, row: plan_pb2.OpenRow) -> None:
         """A request takes the row; its caches are complete. Raises ValueError when it does not fit the table."""

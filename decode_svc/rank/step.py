@@ -34,11 +34,16 @@ from k3.v1 import plan_pb2
 
 
 class StepKey(NamedTuple):
-    """All of a step that is no content of a buffer. max_len: bound of every row's length after the group."""
+    """All of a step that is no content of a buffer.
+
+    max_len: bound of every row's length after the group. group: its tokens. proposes: whether drafts follow.
+    """
 
     n_rows: int
     max_len: int
     flavour: Flavour
+    group: int
+    proposes: bool
 
 
 class Composition(NamedTuple):
@@ -86,10 +91,9 @@ class VerifyStep:
         self._masks = Masks(most, group, table.vocab_size, table.device)
         self._offsets_G = torch.arange(group, device=table.device)
         make = partial(torch.zeros, device=table.device)
-        self._drawn = Drawn.empty(most, group, table.vocab_size, make)
-        self._staging = deque(
-            Drawn.empty(most, group, table.vocab_size, device.staging) for _ in range(depth)
-        )
+        sizes = (most, group, table.vocab_size, table.n_confidences)
+        self._drawn = Drawn.empty(*sizes, make)
+        self._staging = deque(Drawn.empty(*sizes, device.staging) for _ in range(depth))
         self._unread: deque[tuple[Outcome, tuple[Grammar | None, ...]]] = deque()
         self._composition: Composition | None = None
         self._forward_s = 0.0
@@ -114,16 +118,27 @@ class VerifyStep:
 
     @torch.inference_mode()
     def launch(
-        self, rows: Sequence[int], max_base: int, limits: Sequence[int] | None = None
+        self,
+        rows: Sequence[int],
+        max_base: int,
+        limits: Sequence[int] | None = None,
+        *,
+        group: int | None = None,
+        proposes: bool = True,
     ) -> Outcome:
         """One group for each of `rows` (distinct). max_base: upper bound of every row's base.
 
-        limits: drafts at most in each group; all that a row has by default. All ranks of the group launch the same
-        steps; every rank takes rank 0's tokens, so rows cannot drift apart.
+        limits: drafts at most in each group; all that a row has by default. group: tokens of every group, the most
+        there is room for by default. proposes: whether the rows get drafts for their next group. All ranks launch the
+        same steps; every rank takes rank 0's tokens, so rows cannot drift apart.
         """
+        group = group or self.group
+        if limits is None and group < self.group:
+            limits = (group - 1,) * len(rows)
         now, is_new = self._compose(tuple(rows), None if limits is None else tuple(limits))
         bucket = self._runner.bucket(len(now.rows))
-        key = StepKey(bucket, self._runner.bound(max_base + self.group), now.flavour)
+        max_len = self._runner.bound(max_base + self.group)
+        key = StepKey(bucket, max_len, now.flavour, group, proposes)
         work = partial(self._run, key)
         if not self._runner.is_ready(key):
             self._buffers.choose((DUMMY_ROW,) * bucket)  # a recorder runs the work more than once
@@ -135,7 +150,7 @@ class VerifyStep:
             self._buffers.choose((*now.rows, *[DUMMY_ROW] * dummies), padded)
         self._heed_grammars(now)
         self._runner.run(key, work)
-        return self._outcome(now, bucket)
+        return self._outcome(now, bucket, proposes)
 
     def _compose(
         self, rows: tuple[int, ...], limits: tuple[int, ...] | None
@@ -154,34 +169,36 @@ class VerifyStep:
     def _run(self, key: StepKey) -> None:
         """The step itself, over the buffers alone."""
         stage, table, flavour = self._stage, self._table, key.flavour
-        batch = self._buffers.derive(key.n_rows, key.max_len)
+        batch = self._buffers.derive(key.n_rows, key.max_len, key.group)
         started = time.perf_counter()
         frame, taps = stage.forward(None, self._caches, batch.verify)
-        logits = stage.logits(stage.hidden(frame)).unflatten(0, (key.n_rows, self.group))
+        logits = stage.logits(stage.hidden(frame)).unflatten(0, (key.n_rows, key.group))
         self._forward_s = time.perf_counter() - started
         drawn_BX = stage.groups.shard.broadcast(self._judge(batch, logits, flavour))
         drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
         bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
         table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
         if flavour.counts:
-            is_emitted_BG = self._offsets_G <= accepted_B.unsqueeze(1)
+            is_emitted_BG = self._offsets_G[: key.group] <= accepted_B.unsqueeze(1)
             table.edits.count(batch.rows_B, drawn_BG, is_emitted_BG)
         if self._drafting is not None:
-            self._drafting.advance(
-                batch.rows_B, batch.base_B, accepted_B, taps, key.max_len, flavour
-            )
+            self._drafting.advance(batch.rows_B, batch.base_B, accepted_B, taps)
+            if key.proposes:
+                self._drafting.propose(batch.rows_B, key.max_len, flavour)
         self._drawn.write(drawn_BX, logits, flavour)
+        if table.confidence_RK is not None:
+            self._drawn.confidence[: key.n_rows].copy_(table.confidence_RK[batch.rows_B])
 
     def _judge(self, batch: GroupBatch, logits_BGV: Tensor, flavour: Flavour) -> Tensor:
         """Tokens as emitted and accepted drafts of each row, [B, G + 1]; ranks other than 0 only make room for them."""
-        n_rows = batch.rows_B.shape[0]
+        n_rows, group = logits_BGV.shape[:2]
         if self._stage.groups.shard.rank != 0:
-            return batch.rows_B.new_empty(n_rows, self.group + 1)
+            return batch.rows_B.new_empty(n_rows, group + 1)
         recipe = self._table.recipe(batch.rows_B, flavour)
-        position_BG = batch.next_T.view(n_rows, self.group)
+        position_BG = batch.next_T.view(n_rows, group)
         allowed = None
         if flavour.masks:
-            allowed = unpack_mask(self._masks.words_BGW[:n_rows], self._table.vocab_size)
+            allowed = unpack_mask(self._masks.words_BGW[:n_rows, :group], self._table.vocab_size)
         scores = recipe.scores(logits_BGV, position_BG, batch.drafts_BK, allowed)
         if self._rule is not None and flavour.sampled:
             return self._weigh(batch, recipe, scores, position_BG)
@@ -196,13 +213,16 @@ class VerifyStep:
         assert self._rule is not None
         assert self._table.proposal_RKV is not None
         p_BGV = recipe.probabilities(scores_BGV)
-        q_BKV = self._table.proposal_RKV[batch.rows_B].to(p_BGV.dtype)
+        n_drafts = batch.drafts_BK.shape[1]
+        q_BKV = self._table.proposal_RKV[batch.rows_B, :n_drafts].to(p_BGV.dtype)
         if (
             recipe.flavour.greedy
         ):  # their drafts are best guesses, and a batch of them alone keeps no proposals
             guess = one_hot(batch.drafts_BK, q_BKV.shape[-1], q_BKV.dtype)
             q_BKV = torch.where(recipe.params.greedy_B.view(-1, 1, 1), guess, q_BKV)
-        u_BK = recipe.params.uniform(position_BG[:, :-1], Purpose.ACCEPT, self._offsets_G[:-1])
+        u_BK = recipe.params.uniform(
+            position_BG[:, :-1], Purpose.ACCEPT, self._offsets_G[:n_drafts]
+        )
         accepted_B, final_BV = self._rule(p_BGV, q_BKV, batch.drafts_BK, batch.draft_len_B, u_BK)
         accepted_B1 = accepted_B.unsqueeze(1)
         u_B1 = recipe.params.uniform(position_BG.gather(1, accepted_B1), Purpose.RESIDUAL)
@@ -223,11 +243,12 @@ class VerifyStep:
             drafts = self._buffers.drafts(len(now.rows))
             self._masks.fill(grammars, drafts)
 
-    def _outcome(self, now: Composition, bucket: int) -> Outcome:
+    def _outcome(self, now: Composition, bucket: int, proposes: bool) -> Outcome:
         host = self._staging[0]
         self._staging.rotate(-1)
         host.read(self._drawn, bucket, now.flavour)
-        outcome = Outcome(now.sampling, host, self._device.record(), self._forward_s)
+        event = self._device.record()
+        outcome = Outcome(now.sampling, host, event, self._forward_s, proposes)
         if now.flavour.masks:
             self._unread.append((outcome, tuple(map(self._table.grammar, now.rows))))
         return outcome

@@ -91,13 +91,16 @@ class TableBuffers:
         drafts = self._table.drafts_RK[rows_B].tolist()
         return [ids[:n_real] for ids, n_real in zip(drafts, real, strict=True)]
 
-    def derive(self, n: int, max_len: int) -> GroupBatch:
-        """Overwrite the first `n` rows' tables from the row table. max_len: upper bound of every row's length."""
-        table, group = self._table, self.group
+    def derive(self, n: int, max_len: int, group: int | None = None) -> GroupBatch:
+        """Overwrite the first `n` rows' tables from the row table. max_len: upper bound of every row's length.
+
+        group: tokens of each row, the most there is room for by default.
+        """
+        table, group = self._table, group or self.group
         rows_B, t = self._rows[:n], n * group
         base_B = torch.index_select(table.base_R, 0, rows_B, out=self._base[:n])
         torch.index_select(table.read_column_R, 0, rows_B, out=self._columns[:n])
-        drafts_BK = table.drafts_RK[rows_B]
+        drafts_BK = table.drafts_RK[rows_B, : group - 1]
         tokens_BG = self._tokens[:t].view(n, group)
         tokens_BG[:, 0] = table.anchor_R[rows_B]
         if group > 1:
@@ -105,7 +108,7 @@ class TableBuffers:
         draft_len_B = torch.minimum(
             table.draft_len_R[rows_B], self._limits[:n], out=self._draft_len[:n]
         )
-        is_real_BG = self._offsets_G <= draft_len_B.unsqueeze(1)
+        is_real_BG = self._offsets_G[:group] <= draft_len_B.unsqueeze(1)
         is_real_BG = is_real_BG & (rows_B != DUMMY_ROW).unsqueeze(1)
         ledger = self._ledger
         position, slot, bound = verify_tables(

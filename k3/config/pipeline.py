@@ -44,6 +44,9 @@ class Pipeline:
             pp=config.parallel.pp,
             model=FAMILY,
             drafter=METHOD if config.spec.draft_tokens else None,
+            options=frozenset({"confidence"})
+            if config.spec.draft_schedule == "confidence"
+            else frozenset(),
             has_remote_kv=config.parallel.pp_remote_kv,
         )
 

@@ -25,10 +25,10 @@ from k3.config.rule import (
     missing_model,
     no_page_fits,
     pool_below_longest,
-    unfit_drafter,
     unreadable_model,
     unusable_tls,
 )
+from k3.config.spec_rules import SPEC_FIT_RULES, SPEC_RULES
 from k3.config.tree import EngineConfig, RouterConfig
 from k3.model.spec import K3Spec
 
@@ -108,33 +108,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         "set parallel.pp=1; prefill may have stages",
         lambda c: c.parallel.pp > 1,
     ),
-    Rule(
-        "DRAFTS_ON_PREFILL",
-        PREFILL,
-        ("spec.draft_tokens",),
-        "spec.draft_tokens > 0 on prefill",
-        "prefill hands the drafter's context over, it never proposes drafts",
-        "set spec.draft_tokens on decode, and spec.drafter on both",
-        lambda c: c.spec.draft_tokens > 0,
-    ),
-    Rule(
-        "DRAFTS_WITHOUT_DRAFTER",
-        DECODE,
-        ("spec.draft_tokens", "spec.drafter"),
-        "spec.draft_tokens > 0 without spec.drafter",
-        "drafts need a model that proposes them",
-        "set spec.drafter to the folder of a drafter of this model, or spec.draft_tokens=0",
-        lambda c: c.spec.draft_tokens > 0 and not c.spec.drafter,
-    ),
-    Rule(
-        "DRAFT_WINDOW",
-        DECODE,
-        ("spec.draft_window", "cache.page_tokens"),
-        "spec.draft_window is not a multiple of cache.page_tokens",
-        "a draft ring consists of whole pages",
-        "round spec.draft_window up, or set it to 0 for the longest request",
-        lambda c: c.spec.draft_window % c.cache.page_tokens != 0,
-    ),
+    *SPEC_RULES,
     Rule(
         "PREFIX_ON_DECODE",
         DECODE,
@@ -273,15 +247,7 @@ FIT_RULES: tuple[Rule[Fit], ...] = (
         "choose tp * cp among the common divisors",
         indivisible,
     ),
-    Rule(
-        "DRAFTER",
-        ENGINES,
-        ("spec.drafter",),
-        "spec.drafter is no drafter of this model",
-        "a drafter shares the target's embedding and head and reads its layers; nothing about it is guessed",
-        "point spec.drafter at the drafter released with the model, or leave it empty",
-        unfit_drafter,
-    ),
+    *SPEC_FIT_RULES,
     *STAGE_RULES,
     Rule(
         "MODEL_LEN",

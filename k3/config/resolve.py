@@ -56,6 +56,11 @@ def resolve_drafter(drafter: str, model_path: str) -> str:
     return str(inside if inside.is_dir() else Path(drafter).expanduser().resolve())
 
 
+def absolute(path: str) -> str:
+    """A path without `~` and independent of the working directory; empty stays empty."""
+    return str(Path(path).expanduser().resolve()) if path else ""
+
+
 def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
     """The router's tree: only the model section has open values."""
     return replace(config, model=resolve_model(config.model, machine))
@@ -79,6 +84,7 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
             config.spec,
             drafter=resolve_drafter(config.spec.drafter, model.path),
             kda_rollback=speculation.rollback(config),
+            calibration=absolute(config.spec.calibration),
         ),
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(

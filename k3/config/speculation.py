@@ -41,6 +41,11 @@ def records(config: EngineConfig) -> int:
     return 1 + config.spec.draft_tokens if keeps else 0
 
 
+def is_by_confidence(config: EngineConfig) -> bool:
+    """Whether decode asks the drafter how far it trusts each draft."""
+    return config.role != "prefill" and config.spec.draft_schedule == "confidence"
+
+
 def window(config: EngineConfig, spec: K3Spec) -> int:
     """Tokens before the anchor whose rows are read: whole pages; by default those of the longest request."""
     page = config.cache.page_tokens

@@ -119,11 +119,35 @@ class SpecConfig:
         unit="tokens",
         least=0,
     )
+    acceptance: str = key(
+        "match",
+        "which drafts decode keeps: those that equal what is drawn anyway (match: text does not depend on drafts), or "
+        "by weighing what the target and the drafter give them (token, block: more are kept, only the law is the same)",
+        choices=("match", "token", "block"),
+    )
     kda_rollback: str = key(
         "auto",
         "what decode keeps to take KDA states back to an accepted draft: a state per group token (snapshots) or "
         "records of the tokens (replay); auto = replay on GPU, else snapshots",
         choices=("auto", "snapshots", "replay"),
+    )
+    draft_schedule: str = key(
+        "fixed",
+        "how many drafts decode checks per step: all of them (fixed), or as many as the drafter's confidence and the "
+        "cost of steps make worth while (confidence; needs spec.calibration)",
+        choices=("fixed", "confidence"),
+    )
+    calibration: str = key(
+        "", "file of measured step rates and confidence temperatures, made by k3-bench calibrate"
+    )
+    gate_window: int = key(
+        0, "ended requests over which accepted drafts are averaged; 0 = always speculate", least=0
+    )
+    gate_threshold: float = key(
+        0.5, "accepted drafts per step below which decode stops speculating", least=0.0, most=15.0
+    )
+    gate_retry_steps: int = key(
+        2000, "steps after which a closed gate is tried again; doubles with each failure", least=1
     )
 
 

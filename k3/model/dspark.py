@@ -196,10 +196,15 @@ class Drafter:
     ) -> Tensor:
         """Drafts [B, draft_tokens] for positions base + 1 .., the same on every rank; the best ones by default."""
         hidden_BKD = self.hidden(context, anchor_B, base_B)[:, : self.draft_tokens]
+        return self.draft(hidden_BKD, anchor_B, choose)
+
+    @torch.no_grad()
+    def draft(self, hidden_BKD: Tensor, anchor_B: Tensor, choose: Choose | None = None) -> Tensor:
+        """As `propose`, from the finished slots of the drafts that are wanted."""
         base_logits = self.head(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
         drafts: list[Tensor] = []
         previous, state = anchor_B, self.sequential.start(len(anchor_B))
-        for i in range(self.draft_tokens):
+        for i in range(hidden_BKD.shape[1]):
             bias, state = self.sequential(previous, hidden_BKD[:, i], state)
             logits_BV = base_logits[:, i] + bias
             previous = logits_BV.argmax(-1) if choose is None else choose(i, logits_BV)
@@ -270,12 +275,27 @@ def open_drafter(
     head: Callable[[Tensor], Tensor],
     dtype: str,
     device: torch.device,
+    confidence: bool = False,
 ) -> Drafter:
-    """The drafter in `folder`. Raises ModelError."""
+    """The drafter in `folder`. Raises ModelError. confidence: with its confidence head."""
     spec = DraftSpec.from_folder(folder)
     weights = draft_weights(
-        spec, open_folder(folder), context_only=False, dtype=dtype, device=device
+        spec,
+        open_folder(folder),
+        context_only=False,
+        dtype=dtype,
+        device=device,
+        confidence=confidence,
     )
-    drafter = Drafter(spec, shard, comm, weights, draft_tokens=draft_tokens, embed=embed, head=head)
+    drafter = Drafter(
+        spec,
+        shard,
+        comm,
+        weights,
+        draft_tokens=draft_tokens,
+        embed=embed,
+        head=head,
+        confidence=confidence,
+    )
     weights.finish()
     return drafter

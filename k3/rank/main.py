@@ -241,6 +241,7 @@ def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
         head=stage.head,
         dtype=config.model.dtype,
         device=stage.device,
+        confidence=speculation.is_by_confidence(config),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from k3.config.commandline import CommandLine
 from k3.config.load import load_engine, load_router
 from k3.config.resolve import EMBEDDED_MODEL
 from k3.config.stages import mesh_of
+from k3.model.digest import model_digest
 
 DOCS = Path(__file__).parents[3] / "docs"
+DRAFTING = {"spec.draft_tokens": "7", "spec.drafter": "draft-mla"}
 ENGINE_CASES = [
     ("ROLE_BOTH", "decode", {"role": "both"}),
     ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
@@ -26,6 +29,26 @@ ENGINE_CASES = [
     ("DRAFTS_ON_PREFILL", "prefill", {"spec.draft_tokens": "7"}),
     ("DRAFTS_WITHOUT_DRAFTER", "decode", {"spec.draft_tokens": "7"}),
     ("DRAFT_WINDOW", "decode", {"spec.draft_window": "100"}),
+    ("GATE_WITHOUT_DRAFTS", "decode", {"spec.gate_window": "8"}),
+    ("GATE_HELIX", "decode", DRAFTING | {"spec.gate_window": "8", "parallel.cp": "2"}),
+    ("GATE_PIPELINE", "decode", DRAFTING | {"spec.gate_window": "8", "parallel.pp": "2"}),
+    (
+        "CONFIDENCE_WITHOUT_DRAFTS",
+        "decode",
+        {"spec.draft_schedule": "confidence"},
+    ),
+    (
+        "CONFIDENCE_HELIX",
+        "decode",
+        DRAFTING | {"spec.draft_schedule": "confidence", "parallel.cp": "2"},
+    ),
+    ("CONFIDENCE_UNCALIBRATED", "decode", DRAFTING | {"spec.draft_schedule": "confidence"}),
+    ("CALIBRATION", "decode", DRAFTING | {"spec.calibration": "/nowhere"}),
+    (
+        "PP_CONFIDENCE",
+        "decode",
+        DRAFTING | {"spec.draft_schedule": "confidence", "parallel.pp": "2"},
+    ),
     ("DRAFTER", "prefill", {"spec.drafter": "/nowhere"}),
     ("DRAFTER", "decode", {"spec.draft_tokens": "8", "spec.drafter": "draft-mla"}),
     ("PREFIX_ON_DECODE", "decode", {"cache.prefix": "on"}),
@@ -68,9 +91,13 @@ ROUTER_CASES = [
     ("FLEET_TLS_FILES", {"fleet.tls_ca": "/nowhere"}),
 ]
 # No key of this version violates these; tests/golden/prefix/test_config_refusals.py does, with facts.
-WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_CUDA_GRAPH", "PP_SPEC_PAIR", "PP_CONFIDENCE"}
+WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_CUDA_GRAPH", "PP_SPEC_PAIR"}
 # Settings that break a second rule by nature.
 COMPANIONS = {
+    "GATE_PIPELINE": {"PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
+    "CONFIDENCE_HELIX": {"CONFIDENCE_UNCALIBRATED"},
+    "CONFIDENCE_WITHOUT_DRAFTS": {"CONFIDENCE_UNCALIBRATED"},
+    "PP_CONFIDENCE": {"CONFIDENCE_UNCALIBRATED", "PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
     "HELIX_BOTH": {"ROLE_BOTH"},
     "HELIX_PIPELINE": {"PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
     "PP_REMOTE_KV": {"PP_NOT_AVAILABLE"},
@@ -123,6 +150,76 @@ def test_every_axis_that_ranks_share_must_divide(tmp_path, key, size, name):
     assert problems[0].values == f"tp * cp = 8 does not divide {name}"
 
 
+def calibration(path: Path, **changes: object) -> dict[str, str]:
+    """A file for the shipped drafter, and the flags that use it."""
+    digest = model_digest(EMBEDDED_MODEL / "draft-mla")
+    good = {"drafter": digest, "temperatures": [1.5] * 7, "tokens": [1, 8], "steps_per_s": [9, 5]}
+    path.write_text(json.dumps(good | changes))
+    return DRAFTING | {"spec.draft_schedule": "confidence", "spec.calibration": str(path)}
+
+
+def test_confidence_with_a_calibration_of_this_drafter_is_accepted(tmp_path):
+    flags = calibration(tmp_path / "c.json")
+    assert load_engine("decode", CommandLine(flags), {}).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"drafter": "0" * 64}, "is of drafter 000000000000"),
+        ({"drafter": ""}, "drafter: expected the digest"),
+        ({"temperatures": [1.0] * 6}, "temperatures of 6 drafts, spec.draft_tokens=7"),
+        ({"temperatures": [1.0] * 6 + [0]}, "temperatures: expected a list of positive numbers"),
+        ({"tokens": [8, 1]}, "tokens: expected ascending whole numbers"),
+        ({"tokens": [1, 8.5]}, "tokens: expected ascending whole numbers"),
+        ({"steps_per_s": [5]}, "one rate for each of the 2 sizes"),
+        ({"steps_per_s": ["5", True]}, "steps_per_s: expected a list of positive numbers"),
+    ],
+)
+def test_a_calibration_that_does_not_fit_is_refused_by_field(tmp_path, changes, says):
+    flags = calibration(tmp_path / "c.json", **changes)
+    problems = load_engine("decode", CommandLine(flags), {}).problems
+    check("CALIBRATION", problems)
+    assert says in problems[0].values
+
+
+def test_a_drafter_without_a_confidence_head_is_refused(tmp_path):
+    shutil.copytree(EMBEDDED_MODEL / "draft-mla", tmp_path / "draft")
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    config["enable_confidence_head"] = False
+    (tmp_path / "draft/config.json").write_text(json.dumps(config))
+    digest = model_digest(tmp_path / "draft")
+    flags = calibration(tmp_path / "c.json", drafter=digest)
+    flags["spec.drafter"] = str(tmp_path / "draft")
+    check("CONFIDENCE_HEAD", load_engine("decode", CommandLine(flags), {}).problems)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("slot_convention", "mask_predicts", "slot_convention"),
+        ("causal_block", True, "causal_block"),
+        ("markov_head_type", "lstm", "markov_head_type"),
+        ("markov_rank", 0, "markov_rank"),
+        ("mask_token_id", 4096, "mask_token_id"),
+        ("target_layer_ids", [1, 1], "target_layer_ids"),
+        ("target_layer_ids", [1, 12], "target_layer_ids"),
+        ("vocab_size", 8192, "vocab_size"),
+        ("target_hidden_size", 512, "target_hidden_size"),
+        ("speculators_model_type", "dspark", "speculators_model_type"),
+        ("block_size", 6, "blocks of 6"),
+        ("model_type", "eagle3", "model_type"),
+    ],
+)
+def test_a_drafter_that_would_be_misread_is_refused_by_field(tmp_path, field, value, says):
+    config = json.loads((EMBEDDED_MODEL / "draft-mla/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    flags = DRAFTING | {"spec.drafter": str(tmp_path)}
+    problems = load_engine("decode", CommandLine(flags), {}).problems
+    check("DRAFTER", problems)
+    assert says in problems[0].values
+
+
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 8), (2, 2), (4, 2), (8, 1)])
 def test_any_mesh_that_divides_every_axis_is_accepted_by_decode(tp, cp):
     flags = {"parallel.tp": str(tp), "parallel.cp": str(cp)}
@@ -143,7 +240,8 @@ def test_layers_per_stage_may_be_given():
 
 
 def test_every_rule_has_a_case():
-    tested = {code for code, *_ in (*ENGINE_CASES, *ROUTER_CASES)} | {"MODEL_CONFIG"}
+    tested = {code for code, *_ in (*ENGINE_CASES, *ROUTER_CASES)}
+    tested |= {"MODEL_CONFIG", "CONFIDENCE_HEAD"}
     rules = (
         *refusals.ENGINE_RULES,
         *refusals.PIPELINE_RULES,

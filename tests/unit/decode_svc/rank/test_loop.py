@@ -165,7 +165,7 @@ def test_a_lagging_device_gets_the_next_plan_before_the_answer(stage: Stage, lag
     ("bad", "text"),
     [
         (plan(3, 1, opens=(1,)), "plan 3 after plan 0"),
-        (plan(1, 1, opens=(1,), group_len=2), "takes verify rows of group_len=1"),
+        (plan(1, 1, opens=(1,), group_len=2), "takes rows of group_len 1..1"),
         (plan(1, opens=(1,)), "0 verify rows"),
         (plan(1, 2, opens=(1,)), "row 2 epoch 1"),
         (plan_pb2.FrontMessage(setup=plan_pb2.Setup()), "got 'setup'"),
