@@ -7,8 +7,8 @@ help:   ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' Makefile
 setup:  ## virtual environment, editable install, git hooks
 	@.ci/setup.sh && .ci/hooks.sh
-demo:   ## start the cluster, ask one question, stream the answer, stop
-	@.ci/local.sh --demo --cp 2
+demo:   ## start the cluster, ask two questions, stream the answers, compare drafts, stop
+	@.ci/local.sh --demo --prefill-pp 2 --cp 2
 run:    ## router, prefill and decode in the foreground, API on port 8000
 	@.ci/local.sh
 check:  ## format, lint, types, import contracts, wire
