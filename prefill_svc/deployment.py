@@ -5,12 +5,17 @@ Nothing is reserved as a dummy: the warm-up runs before the first page is handed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from k3.cache import hash_chain
 from k3.rank import deployment
 from k3.transfer.plan import Pair, check_pair
 from k3.v1 import instance_pb2, prefill_pb2
+from prefill_svc.core.cache_events import OnEvent, unheard
+from prefill_svc.core.checkpoints import Mode
+from prefill_svc.core.ladder import Ladder, RungPolicy
 from prefill_svc.core.scheduler import Policy, PrefillScheduler
 from prefill_svc.peers import Identity
 
@@ -21,8 +26,38 @@ class Deployment(deployment.Deployment):
 
     ROLE: ClassVar = instance_pb2.ROLE_PREFILL
 
-    def scheduler(self) -> PrefillScheduler:
-        """A scheduler with empty pools."""
+    @property
+    def has_cache(self) -> bool:
+        """Whether prompts reuse what earlier ones left."""
+        return self.config.cache.prefix == "on"
+
+    @property
+    def cache_namespace(self) -> str:
+        """Names what cached bytes depend on beside the tokens."""
+        return hash_chain.namespace(self.layout_fingerprint, self.draft_fingerprint)
+
+    def chain(self, token_ids: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
+        """Hashes of a prompt's pages; none with the cache off."""
+        if not self.has_cache:
+            return ()
+        page_tokens = self.config.cache.page_tokens
+        parent = hash_chain.root(self.cache_namespace, page_tokens, salt=salt)
+        return hash_chain.page_hashes(parent, token_ids, page_tokens)
+
+    def ladder(self) -> Ladder:
+        """Where states are kept."""
+        cache = self.config.cache
+        if not self.has_cache:
+            return Ladder(cache.page_tokens)
+        return Ladder(
+            cache.page_tokens,
+            cache.checkpoint_interval,
+            cache.checkpoint_anchor,
+            policy=RungPolicy(cache.checkpoint_rungs),
+        )
+
+    def scheduler(self, on_event: OnEvent = unheard) -> PrefillScheduler:
+        """A scheduler with empty pools; on_event is told what comes to be cached and goes."""
         config = self.config
         policy = Policy(
             token_budget=config.schedule.token_budget,
@@ -38,6 +73,9 @@ class Deployment(deployment.Deployment):
             n_pages=config.cache.pages,
             n_slots=config.cache.state_slots,
             page_tokens=config.cache.page_tokens,
+            ladder=self.ladder(),
+            mode=Mode(config.cache.checkpoint_mode),
+            on_event=on_event,
         )
 
     def identity(self, instance_id: str, nixl_version: str) -> Identity:

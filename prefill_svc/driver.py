@@ -8,6 +8,7 @@ from collections.abc import Callable
 from k3.rank.lives import GroupEngine, MakeGroup, Ranks
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import plan_pb2, prefill_pb2
+from prefill_svc.cache_log import CacheLog
 from prefill_svc.deployment import Deployment
 from prefill_svc.export import Export, Stream
 from prefill_svc.incarnation import Incarnation
@@ -31,6 +32,14 @@ class PrefillEngine(GroupEngine[Incarnation]):
         """Take a request into the current life. Raises Unavailable, or what `Incarnation.open` raises."""
         life = self.open_life()
         return life, life.open(start, stream)
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Pages and checkpoints dropped; what running prompts hold stays theirs."""
+        return self.life().flush_cache()
+
+    def cache_feed(self) -> CacheLog | None:
+        """Events of the current life; None without one, or with the cache off."""
+        return None if self._life is None else self._life.cache_log
 
     def _new_life(
         self, instance_id: str, movers: list[plan_pb2.MoverReady], ranks: Ranks

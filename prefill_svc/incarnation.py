@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from k3.errors import GroupFailed, K3Error, LayoutMismatch
 from k3.rank.lives import Ranks
@@ -19,6 +19,8 @@ from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
 from prefill_svc import wire
 from prefill_svc.admission import check_start
+from prefill_svc.cache_log import CacheLog
+from prefill_svc.core.cache_events import unheard
 from prefill_svc.core.scheduler import Chunk
 from prefill_svc.deployment import Deployment, PlannedPairing
 from prefill_svc.export import Export, Stream
@@ -47,7 +49,9 @@ class Incarnation:
     ) -> None:
         self.instance_id = instance_id
         self.ranks = ranks
-        self.scheduler = deployment.scheduler()
+        self.cache_log = CacheLog(instance_id, self._cached) if deployment.has_cache else None
+        self.scheduler = deployment.scheduler(self.cache_log.hear if self.cache_log else unheard)
+        self._counted = self.scheduler.cache.totals()
         self._deployment = deployment
         self._metrics = metrics
         self._clock = clock
@@ -97,12 +101,20 @@ class Incarnation:
         prompt_len = len(start.token_ids)
         senders = PlannedPairing(self._deployment).n_senders(peer.geometry, prompt_len)
         key = next(self._keys)
-        self.scheduler.submit(key, prompt_len, self._clock())
+        self.scheduler.submit(
+            key,
+            prompt_len,
+            self._clock(),
+            chain=self._deployment.chain(start.token_ids, start.salt),
+            takes_hits=not wire.wants_prompt_logprobs(start),
+        )
         self._starts[key] = start
         export = self.handoff.open(key, peer, prompt_len, stream)
         self._idle.clear()
         accepted = prefill_pb2.Accepted(
-            hit_tokens=0, queue_position=self.scheduler.position(key), expected_senders=senders
+            hit_tokens=self.scheduler.findable(key),
+            queue_position=self.scheduler.position(key),
+            expected_senders=senders,
         )
         stream.send(prefill_pb2.PrefillResponse(accepted=accepted))
         self._changed()
@@ -174,6 +186,7 @@ class Incarnation:
                 self._has_inflight.set()
                 await self.ranks.send_plan(message)
                 self.handoff.planned(plan.step_id, plan.chunks)
+                self._count_cache()
                 self._on_change()
 
     async def _absorb(self) -> None:
@@ -188,6 +201,7 @@ class Incarnation:
             for chunk in chunks:
                 self._computed(chunk, rows.get(chunk.key), now)
             self._metrics.chunk_s.observe(result.step_s)
+            self._count_cache()
             if self.scheduler.n_inflight == 0:
                 self._has_inflight.clear()
             self._changed()
@@ -200,7 +214,7 @@ class Incarnation:
         self.handoff.computed(chunk.key, chunk.end)
         if row is None:
             return
-        if start.HasField("prompt_logprobs") and start.prompt_logprobs.enabled:
+        if wire.wants_prompt_logprobs(start):
             message = wire.prompt_logprobs(chunk, start, row.prompt_tokens)
             self.handoff.tell(chunk.key, prefill_pb2.PrefillResponse(prompt_logprobs=message))
         if chunk.is_final:
@@ -209,7 +223,7 @@ class Incarnation:
             prefilled = prefill_pb2.Prefilled(
                 prompt_tokens=request.prompt_len,
                 token=row.tokens[0],
-                cached_tokens=0,
+                cached_tokens=request.hit_tokens,
                 queue_s=queue_s,
                 compute_s=now - request.started_s,
             )
@@ -231,6 +245,23 @@ class Incarnation:
         while True:
             await asyncio.sleep(pause_s)
             self.handoff.tick()
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Drop every page and checkpoint from the cache; returns how many of each."""
+        dropped = self.scheduler.cache.flush()
+        self._changed()
+        return dropped
+
+    def _cached(self) -> tuple[Collection[bytes], Collection[bytes]]:
+        cache = self.scheduler.cache
+        return cache.pages(), cache.checkpoints()
+
+    def _count_cache(self) -> None:
+        """Pass on by how much the cache's own counters grew."""
+        totals = self.scheduler.cache.totals()
+        self._metrics.prefix.grew({name: n - self._counted[name] for name, n in totals.items()})
+        self._metrics.held.set(self.scheduler.n_held)
+        self._counted = totals
 
     def _command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
         try:
@@ -256,6 +287,7 @@ class Incarnation:
                 "attempt": start.attempt,
                 "peer": export.peer.instance_id,
                 "prompt_tokens": export.prompt_len,
+                "cached_tokens": None if first is None else first.cached_tokens,
                 "queue_s": None if first is None else first.queue_s,
                 "compute_s": None if first is None else first.compute_s,
                 "tail_s": export.tail_s,
@@ -297,8 +329,9 @@ class Incarnation:
             pages_quarantined=pages.quarantined,
             pages_total=pages.total,
             state_slots_used=slots.held,
-            state_slots_quarantined=slots.quarantined,
             state_slots_total=slots.total,
+            state_slots_pinned=slots.pinned,
+            state_slots_checkpoint=slots.checkpoints,
             pages_pinned=scheduler.pinned_pages,
             transfers=self.handoff.n_transfers,
         )

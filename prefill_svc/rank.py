@@ -89,6 +89,7 @@ def _chunk(row: plan_pb2.ChunkRow) -> StageChunk:
         first=_first_token(row) if row.is_final else None,
         prompt_logprobs=convert.logprobs_from_proto(row.prompt_logprobs) if wanted else None,
         next_token_id=row.next_token_id if row.HasField("next_token_id") else None,
+        copy_slot=row.copy_slot if row.HasField("copy_slot") else None,
     )
 
 

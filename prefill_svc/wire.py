@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from k3.rpc import convert
 from k3.v1 import common_pb2, plan_pb2, prefill_pb2
+from prefill_svc.core.checkpoints import NO_SLOT
 from prefill_svc.core.scheduler import Chunk, Plan
 
 
@@ -14,6 +15,11 @@ def step_plan(plan: Plan, starts: Mapping[int, prefill_pb2.Start]) -> plan_pb2.S
     return plan_pb2.StepPlan(
         step_id=plan.step_id, chunks=[_row(chunk, starts[chunk.key]) for chunk in plan.chunks]
     )
+
+
+def wants_prompt_logprobs(start: prefill_pb2.Start) -> bool:
+    """Whether every token of the prompt must be computed, for its log probability."""
+    return start.HasField("prompt_logprobs") and start.prompt_logprobs.enabled
 
 
 def prompt_logprobs(
@@ -37,7 +43,9 @@ def _row(chunk: Chunk, start: prefill_pb2.Start) -> plan_pb2.ChunkRow:
         read_slot=chunk.read_slot,
         write_slot=chunk.write_slot,
     )
-    if start.HasField("prompt_logprobs") and start.prompt_logprobs.enabled:
+    if chunk.copy_slot != NO_SLOT:
+        row.copy_slot = chunk.copy_slot
+    if wants_prompt_logprobs(start):
         row.prompt_logprobs.CopyFrom(start.prompt_logprobs)
         if not chunk.is_final:
             row.next_token_id = start.token_ids[chunk.end]

@@ -96,6 +96,13 @@ class Storage:
             if field.unit is Unit.PAGE:
                 self.pools[field.name][page, ..., rows:, :] = 0
 
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy what a state slot holds between steps: state of column 0 and convolution window."""
+        for field in self.layout.fields:
+            if field.unit is Unit.SLOT:
+                pool, columns = self.pools[field.name], field.columns
+                pool[target * columns].copy_(pool[source * columns])
+
     def zero_slot(self, slot: int) -> None:
         """Zero a state slot: all its columns, window, tail and records."""
         for field in self.layout.fields:

@@ -70,6 +70,10 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
     """Everything that does not depend on the model: device, dtype, exchange, rollback, kernels, threads, port."""
     cache, backends, schedule = config.cache, config.backends, config.schedule
     extra = schedule.max_queue if config.role == "prefill" else 1  # decode keeps one dummy slot
+    if config.role == "prefill" and cache.prefix == "on":
+        checkpoints = cache.checkpoints or 2 * schedule.max_rows + config.parallel.pp
+        cache = replace(cache, checkpoints=checkpoints)
+        extra += checkpoints
     n_ranks = config.parallel.pp * config.parallel.tp * config.parallel.cp
     model = resolve_model(config.model, machine)
     config = replace(config, model=model)

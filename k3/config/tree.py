@@ -78,10 +78,35 @@ class CacheConfig:
     pages: int = key(0, "pages of each rank's pool; 0 = from memory_bytes", least=0)
     memory_bytes: int = key(512 << 20, "bytes for all pools of one rank", unit="bytes", least=1)
     state_slots: int = key(
-        0, "state slots; 0 = max_rows + max_queue on prefill, max_rows + 1 on decode", least=0
+        0,
+        "state slots; 0 = max_rows + max_queue + checkpoints on prefill, max_rows + 1 on decode",
+        least=0,
     )
     fill_nan: bool = key(False, "fill fresh pools with NaN, so that a read of unowned memory shows")
     prefix: str = key("off", "hybrid prefix cache on prefill", choices=("off", "on"))
+    checkpoints: int = key(
+        0, "state slots for checkpoints beside those of requests; 0 = 2 * max_rows + pp", least=0
+    )
+    checkpoint_interval: int = key(
+        8192,
+        "a prompt's recurrent state is kept every so many tokens, in whole pages",
+        unit="tokens",
+        least=1,
+    )
+    checkpoint_anchor: bool = key(
+        True, "keep the state at the last page boundary of every prompt too, for the next turn"
+    )
+    checkpoint_rungs: str = key(
+        "latest",
+        "of several places in one chunk keep the state at the last one, or at each",
+        choices=("latest", "earliest"),
+    )
+    checkpoint_mode: str = key(
+        "fork_at_schedule",
+        "how states are kept: the next chunk writes elsewhere (fork_at_schedule), the same after waiting (fork_hold), "
+        "or a copy is made (copy)",
+        choices=("fork_at_schedule", "fork_hold", "copy"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

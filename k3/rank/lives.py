@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from k3.errors import GroupFailed, K3Error, Unavailable
 from k3.rank.deployment import Deployment
+from k3.rpc.cache_feed import CacheFeed
 from k3.v1 import instance_pb2, plan_pb2
 
 log = logging.getLogger("k3.engine")
@@ -244,6 +245,10 @@ class GroupEngine(ABC, Generic[L]):
     def flush_cache(self) -> tuple[int, int]:
         """Pages and checkpoints dropped; without a prefix cache there are none."""
         return 0, 0
+
+    def cache_feed(self) -> CacheFeed | None:
+        """None: most engines have no prefix cache."""
+        return None
 
     # ------------------------------------------------------------ lives
 

@@ -18,6 +18,7 @@ from k3.config.commandline import version
 from k3.config.load import config_hash
 from k3.config.tree import EngineConfig
 from k3.errors import Unavailable
+from k3.rpc.cache_feed import CacheFeed, CacheTail
 from k3.rpc.ops import Answer
 from k3.telemetry.metrics import EngineMetrics
 from k3.v1 import instance_pb2, instance_pb2_grpc
@@ -83,6 +84,10 @@ class Engine(Protocol):
 
     def flush_cache(self) -> tuple[int, int]:
         """Drop reusable pages and checkpoints; returns how many of each."""
+        ...
+
+    def cache_feed(self) -> CacheFeed | None:
+        """Events of the prefix cache of the current life; None without a cache or a life."""
         ...
 
 
@@ -250,8 +255,10 @@ class InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[instance_pb2.WatchResponse]:
         """See instance.proto."""
+        tail = CacheTail(self._engine.cache_feed)
         async for snapshot in self._board.watch():
-            yield snapshot
+            for message in tail.messages(snapshot):
+                yield message
 
     async def Drain(
         self, request: instance_pb2.DrainRequest, context: Any

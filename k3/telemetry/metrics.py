@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -65,7 +66,9 @@ class LoadMetrics:
             state=("free", "used", "cached", "pinned", "quarantined"),
         )
         self.state_slots = d.gauge(
-            "k3_state_slots", "State slots by state.", state=("vacant", "live", "quarantined")
+            "k3_state_slots",
+            "State slots by state; pinned ones are read or filled by plans in flight.",
+            state=("vacant", "live", "pinned", "checkpoint", "quarantined"),
         )
 
         self.usage = d.gauge(
@@ -85,10 +88,15 @@ class LoadMetrics:
         }
         for state, n in pages.items():
             self.pages.labels(state).set(n)
-        busy = load.state_slots_used + load.state_slots_quarantined
-        self.state_slots.labels("vacant").set(load.state_slots_total - busy)
-        self.state_slots.labels("live").set(load.state_slots_used)
-        self.state_slots.labels("quarantined").set(load.state_slots_quarantined)
+        slots = {
+            "live": load.state_slots_used,
+            "pinned": load.state_slots_pinned,
+            "checkpoint": load.state_slots_checkpoint,
+            "quarantined": load.state_slots_quarantined,
+        }
+        slots["vacant"] = load.state_slots_total - sum(slots.values())
+        for state, n in slots.items():
+            self.state_slots.labels(state).set(n)
 
 
 class TransferMetrics:
@@ -177,6 +185,47 @@ class EngineMetrics:
         self.registry.register(Aliases(self.aliases(), model_name))
 
 
+class PrefixMetrics:
+    """The prefix cache. wanted - hit is reuse lost to missing checkpoints, chain - wanted is lost for good."""
+
+    def __init__(self, d: Declare) -> None:
+        tokens, checkpoints = "Prompt tokens of started requests", "Checkpoints"
+        counters = {
+            "query_tokens": ("k3_prefix_query_tokens_total", f"{tokens}."),
+            "chain_tokens": ("k3_prefix_chain_tokens_total", f"{tokens} whose pages were cached."),
+            "wanted_tokens": (
+                "k3_prefix_wanted_tokens_total",
+                f"{tokens} usable if every page had a checkpoint.",
+            ),
+            "hit_tokens": ("k3_prefix_hit_tokens_total", f"{tokens} not computed again."),
+            "kept": ("k3_state_ckpt_kept_total", f"{checkpoints} filed."),
+            "dropped": (
+                "k3_state_ckpt_dropped_total",
+                f"{checkpoints} not filed for want of a slot or a page.",
+            ),
+            "evicted": ("k3_state_ckpt_evicted_total", f"{checkpoints} spent for something newer."),
+            "orphaned": (
+                "k3_state_ckpt_orphaned_total",
+                f"{checkpoints} dropped with the page before them.",
+            ),
+            "demands_recorded": (
+                "k3_ckpt_demand_recorded_total",
+                "Requests that found pages but no checkpoint.",
+            ),
+            "demands_cut": (
+                "k3_ckpt_demand_cut_total",
+                "Chunks that ended where an earlier request had missed a checkpoint.",
+            ),
+            "filing_errors": ("k3_filing_errors_total", "Plans whose filing failed."),
+        }
+        self._counters = {name: d.counter(*spec) for name, spec in counters.items()}
+
+    def grew(self, by: Mapping[str, int]) -> None:
+        """Count more, by name."""
+        for name, n in by.items():
+            self._counters[name].inc(n)
+
+
 class PrefillMetrics(EngineMetrics):
     """Metrics of `k3-prefill`."""
 
@@ -192,6 +241,10 @@ class PrefillMetrics(EngineMetrics):
         self.queue_s = d.histogram(
             "k3_prefill_queue_wait_seconds", "From arrival to the first chunk.", LATENCY_S
         )
+        self.held = d.gauge(
+            "k3_prefill_held_requests", "Requests that wait for their state to be filed."
+        )
+        self.prefix = PrefixMetrics(d)
 
     def aliases(self) -> list[Alias]:
         """vLLM's names for what this role measures."""

@@ -6,22 +6,26 @@ enter the first stage while the one before is downstream; what a plan covers is 
 acknowledgement is judged by those alone.
 
 A prompt takes all its pages and its state slot when it starts, in order of arrival: what runs can always finish, so
-no deadlock is possible. Prompts with little left ("short") get a reserved share of every step; long ones share the
-rest, at most `max_long` of them at a time; whatever nobody of a class uses goes to whoever was served least recently.
+no deadlock is possible. What earlier prompts left in the cache it skips (`prefix_cache.py`), and where its own state is
+worth keeping its chunks are cut (`ladder.py`). Prompts with little left ("short") get a reserved share of every step;
+long ones share the rest, at most `max_long` of them at a time; whatever nobody of a class uses goes to whoever was
+served least recently.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from k3.cache.pages import PageCounts, PagePool
-from k3.cache.slots import SlotCounts, SlotPool
+from k3.cache.pages import PageCounts
 from k3.errors import QueueFull, RequestRejected
+from prefill_svc.core.budget import Budget
+from prefill_svc.core.cache_events import OnEvent, unheard
+from prefill_svc.core.checkpoints import NO_SLOT, Mode, StateCounts
+from prefill_svc.core.ladder import Ladder
+from prefill_svc.core.prefix_cache import PrefixCache, Prompt, Row
 from prefill_svc.core.request import Event, PrefillRequest, State
-
-ZERO_STATE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one prompt, frozen when it was planned."""
+    """A piece of one prompt, frozen when it was planned.
+
+    read_slot: state slot to continue from, NO_SLOT = zero state. copy_slot: slot that gets a copy of the state after.
+    """
 
     key: int
     epoch: int
@@ -72,6 +79,7 @@ class Chunk:
     pages: tuple[int, ...]
     read_slot: int
     write_slot: int
+    copy_slot: int = NO_SLOT
 
     @property
     def end(self) -> int:
@@ -92,51 +100,53 @@ class Plan:
         return sum(chunk.length for chunk in self.chunks)
 
 
-@dataclass(slots=True)
-class _Budget:
-    """Tokens handed out in the making of one plan."""
-
-    left: int
-    align: int
-    granted: dict[int, int] = field(default_factory=dict[int, int])
-
-    def give(self, request: PrefillRequest, limit: int) -> None:
-        """Raise the request's grant by at most `limit`; a chunk that does not end the prompt is aligned."""
-        before = self.granted.get(request.key, 0)
-        total = min(request.remaining, before + min(limit, self.left))
-        if total < request.remaining:
-            total -= total % self.align
-        if total > before:
-            self.granted[request.key] = total
-            self.left -= total - before
-
-
 class PrefillScheduler:
     """All prompts of one instance, and the pages and state slots they hold."""
 
-    def __init__(self, policy: Policy, *, n_pages: int, n_slots: int, page_tokens: int) -> None:
-        """n_pages, n_slots: what may be handed out; dummies are not among them."""
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        n_pages: int,
+        n_slots: int,
+        page_tokens: int,
+        ladder: Ladder | None = None,
+        mode: Mode = Mode.FORK_AT_SCHEDULE,
+        on_event: OnEvent = unheard,
+    ) -> None:
+        """n_pages, n_slots: what may be handed out; dummies are not among them. ladder: None = no checkpoints."""
         self.policy = policy
-        self.page_tokens = page_tokens
-        self._pages = PagePool(n_pages)
-        self._slots = SlotPool(n_slots)
+        self.ladder = ladder = ladder or Ladder(page_tokens)
+        has_holds = policy.max_inflight > 1
+        self.cache = PrefixCache(n_pages, n_slots, ladder, mode, has_holds, on_event)
         self._requests: dict[int, PrefillRequest] = {}
         self._waiting: deque[PrefillRequest] = deque()
         self._running: dict[int, PrefillRequest] = {}
-        self._inflight: deque[Plan] = deque()
+        self._inflight: deque[tuple[Plan, tuple[Row, ...]]] = deque()
         self._last_step = 0
 
     # ------------------------------------------------------------ requests in and out
 
-    def submit(self, key: int, prompt_len: int, now: float) -> PrefillRequest:
-        """Queue a prompt. Raises RequestRejected when it can never fit, QueueFull when too many wait."""
+    def submit(
+        self,
+        key: int,
+        prompt_len: int,
+        now: float,
+        *,
+        chain: tuple[bytes, ...] = (),
+        takes_hits: bool = True,
+    ) -> PrefillRequest:
+        """Queue a prompt. Raises RequestRejected when it can never fit, QueueFull when too many wait.
+
+        chain: hash of every whole page, () = neither found nor cached. takes_hits: false = compute every token.
+        """
         if prompt_len < 1:
             raise RequestRejected("the prompt is empty; send at least one token", param="token_ids")
         needed = self.pages_for(prompt_len)
-        if needed > self._pages.n_pages:
+        if needed > self.cache.n_pages:
             raise RequestRejected(
-                f"a prompt of {prompt_len} tokens needs {needed} pages of {self.page_tokens}, this "
-                f"instance has {self._pages.n_pages}; send a shorter prompt or raise cache.pages",
+                f"a prompt of {prompt_len} tokens needs {needed} pages of {self.ladder.page_tokens}, this "
+                f"instance has {self.cache.n_pages}; send a shorter prompt or raise cache.pages",
                 param="token_ids",
             )
         free_places = max(0, self.policy.max_running - len(self._running))
@@ -147,7 +157,8 @@ class PrefillScheduler:
             )
         if key in self._requests:
             raise AssertionError(f"request {key} was submitted twice")
-        request = PrefillRequest(key, 1, prompt_len, now, self._last_step)
+        prompt = Prompt(prompt_len, chain, takes_hits)
+        request = PrefillRequest(key, 1, prompt, now, self._last_step)
         self._requests[key] = request
         self._waiting.append(request)
         return request
@@ -162,6 +173,8 @@ class PrefillScheduler:
         self._running.pop(key, None)
         request.on(Event.ABORT)
         request.epoch += 1
+        if request.holding is not None:
+            self.cache.close(request.holding)
 
     def release(self, key: int) -> None:
         """Give back pages and slot of a prompt that was sent or aborted; forget it. Idempotent.
@@ -175,9 +188,8 @@ class PrefillScheduler:
         if request.state is not State.ABORTED:
             request.on(Event.RELEASE)
         del self._requests[key]
-        if request.pages:
-            self._pages.release(request.pages)
-            self._slots.release(request.slot)
+        if request.holding is not None:
+            self.cache.release(request.holding)
 
     # ------------------------------------------------------------ plan and acknowledgement
 
@@ -186,17 +198,18 @@ class PrefillScheduler:
         if len(self._inflight) >= self.policy.max_inflight:
             return None
         grants = self._grants()
-        if not grants:
+        for request in tuple(
+            self._waiting
+        ):  # before any chunk: a checkpoint never takes the slot of a prompt
+            if request.key in grants and not self._start(request, now):
+                break
+        served = [r for r in self._running.values() if r.key in grants]
+        if not served:
             return None
         self._last_step += 1
-        chunks = [
-            self._chunk(request, grants[request.key], now)
-            for request in (*self._running.values(), *self._waiting)
-            if request.key in grants
-        ]
-        self._waiting = deque(r for r in self._waiting if r.state is State.WAITING)
-        plan = Plan(self._last_step, tuple(chunks))
-        self._inflight.append(plan)
+        cut = [self._chunk(request, grants[request.key]) for request in served]
+        plan = Plan(self._last_step, tuple(chunk for chunk, _ in cut))
+        self._inflight.append((plan, tuple(row for _, row in cut)))
         return plan
 
     def advance(self, step_id: int, finished: Collection[tuple[int, int]]) -> list[Chunk]:
@@ -205,15 +218,16 @@ class PrefillScheduler:
         finished: (key, epoch) of every prompt for which a token was drawn. Raises AssertionError when plan or
         prompts are not the ones that were planned: acknowledgements come in order, one per plan.
         """
-        if not self._inflight or self._inflight[0].step_id != step_id:
-            oldest = self._inflight[0].step_id if self._inflight else None
+        oldest = self._inflight[0][0].step_id if self._inflight else None
+        if oldest != step_id:
             raise AssertionError(f"step {step_id} acknowledged, the oldest in flight is {oldest}")
-        plan = self._inflight.popleft()
+        plan, rows = self._inflight.popleft()
         expected = {(c.key, c.epoch) for c in plan.chunks if c.is_final}
         if expected != set(finished):
             raise AssertionError(
                 f"step {step_id} drew tokens for {sorted(finished)}, planned {sorted(expected)}"
             )
+        self.cache.acknowledge(rows)
         current: list[Chunk] = []
         for chunk in plan.chunks:
             request = self._requests.get(chunk.key)
@@ -229,7 +243,7 @@ class PrefillScheduler:
 
     def pages_for(self, prompt_len: int) -> int:
         """Pages a prompt occupies."""
-        return -(-prompt_len // self.page_tokens)
+        return self.cache.pages_for(prompt_len)
 
     def position(self, key: int) -> int:
         """Prompts that wait ahead of this one; 0 once it runs."""
@@ -237,6 +251,10 @@ class PrefillScheduler:
             if request.key == key:
                 return ahead
         return 0
+
+    def findable(self, key: int) -> int:
+        """Tokens of a prompt that it would find in the cache now."""
+        return self.cache.look(self._requests[key].prompt).hit * self.ladder.page_tokens
 
     def request(self, key: int) -> PrefillRequest | None:
         """The prompt, or None once it is released."""
@@ -251,6 +269,11 @@ class PrefillScheduler:
     def n_running(self) -> int:
         """Prompts being computed."""
         return len(self._running)
+
+    @property
+    def n_held(self) -> int:
+        """Prompts that wait for their state to be filed."""
+        return sum(request.is_held for request in self._running.values())
 
     @property
     def n_open(self) -> int:
@@ -276,11 +299,11 @@ class PrefillScheduler:
 
     def page_counts(self) -> PageCounts:
         """Pages by state."""
-        return self._pages.counts()
+        return self.cache.page_counts()
 
-    def slot_counts(self) -> SlotCounts:
+    def slot_counts(self) -> StateCounts:
         """State slots by state."""
-        return self._slots.counts()
+        return self.cache.slot_counts()
 
     # ------------------------------------------------------------ making a plan
 
@@ -293,7 +316,7 @@ class PrefillScheduler:
         candidates = self._candidates()
         short = [r for r in candidates if self._is_short(r)]
         long = [r for r in candidates if not self._is_short(r)]
-        budget = _Budget(policy.token_budget, policy.chunk_align)
+        budget = Budget(policy.token_budget, policy.chunk_align, self._cut)
         reserve = int(policy.short_share * policy.token_budget) if long else policy.token_budget
         for request in short:
             before = budget.left
@@ -311,19 +334,22 @@ class PrefillScheduler:
 
     def _candidates(self) -> list[PrefillRequest]:
         """Prompts that a chunk could be given to, in order of arrival; waiting ones only if all of them fit."""
-        found = [r for r in self._running.values() if r.remaining > 0]
+        found = [r for r in self._running.values() if r.remaining > 0 and not r.is_held]
         n_long = sum(not self._is_short(r) for r in found)
         places = self.policy.max_running - len(self._running)
-        pages, slots = self._pages.available, self._slots.available
+        pages, slots = self.cache.available_pages, self.cache.available_slots
         for request in self._waiting:
+            gate = self.cache.look(request.prompt)
+            request.planned = gate.hit * self.ladder.page_tokens
             is_long = not self._is_short(request)
             if is_long and n_long >= self.policy.max_long:
                 continue  # a short prompt may pass a long one that waits for its turn, but never for memory
-            pages -= self.pages_for(request.prompt_len)
-            slots -= 1
+            n_pages, n_slots = self.cache.cost(request.prompt, gate)
+            pages -= n_pages
             places -= 1
-            if min(pages, slots, places) < 0:
+            if slots < 1 or min(pages, places) < 0:
                 break
+            slots -= n_slots
             n_long += is_long
             found.append(request)
         return found
@@ -331,27 +357,42 @@ class PrefillScheduler:
     def _is_short(self, request: PrefillRequest) -> bool:
         return request.remaining <= self.policy.short_len
 
-    def _chunk(self, request: PrefillRequest, length: int, now: float) -> Chunk:
-        """Freeze the next chunk of a prompt and count it as planned; starts a waiting one."""
-        if request.state is State.WAITING:
-            request.pages = self._pages.allocate(self.pages_for(request.prompt_len))
-            request.slot = self._slots.allocate().index
-            request.started_s = now
-            request.on(Event.START)
-            self._running[request.key] = request
+    def _cut(self, request: PrefillRequest, tokens: int) -> int:
+        """Tokens of the next chunk when it may have `tokens`: it ends where the state is worth keeping."""
+        start, demand = request.planned, 0 if request.holding is None else request.holding.demand
+        return self.ladder.cut(start, start + tokens, request.prompt_len, demand) - start
+
+    def _start(self, request: PrefillRequest, now: float) -> bool:
+        """Take memory for a waiting prompt; false when an earlier start of this step took what it had counted on."""
+        holding = self.cache.start(request.prompt)
+        if holding is None:
+            return False
+        request.holding, request.planned, request.started_s = holding, holding.start, now
+        request.on(Event.START)
+        self._waiting.remove(request)
+        self._running[request.key] = request
+        return True
+
+    def _chunk(self, request: PrefillRequest, tokens: int) -> tuple[Chunk, Row]:
+        """Freeze the next chunk of a prompt, of at most `tokens`, and count it as planned."""
+        holding = request.holding
+        assert holding is not None
         start = request.planned
-        request.planned += length
+        request.planned += self._cut(request, min(tokens, request.remaining))
         request.last_step = self._last_step
-        return Chunk(
+        row = self.cache.row(holding, start, request.planned)
+        chunk = Chunk(
             key=request.key,
             epoch=request.epoch,
             start=start,
-            length=length,
+            length=request.planned - start,
             is_final=request.planned >= request.prompt_len,
             pages=request.pages[: self.pages_for(request.planned)],
-            read_slot=request.slot if start else ZERO_STATE,
-            write_slot=request.slot,
+            read_slot=row.state.read_slot,
+            write_slot=row.state.write_slot,
+            copy_slot=row.state.copy_slot,
         )
+        return chunk, row
 
 
 def _least_recently_served(request: PrefillRequest) -> tuple[int, int]:

@@ -48,7 +48,8 @@ class StageChunk:
     """One chunk as this rank needs it.
 
     start: tokens in the caches before it. pages: of the request from position 0, enough for the chunk's end.
-    read_slot: state slot to continue from, -1 = zero state. first: set when the chunk ends its prompt.
+    read_slot: state slot to continue from, -1 = zero state. first: set when the chunk ends its prompt. copy_slot: state
+    slot that gets a copy of the state after it.
     prompt_logprobs: wanted for the chunk's tokens; next_token_id then is the token after the chunk, None at the end.
     """
 
@@ -60,6 +61,7 @@ class StageChunk:
     first: FirstToken | None = None
     prompt_logprobs: LogprobParams | None = None
     next_token_id: int | None = None
+    copy_slot: int | None = None
 
     @property
     def end(self) -> int:
@@ -113,6 +115,9 @@ class ChunkStage:
         frame, taps = stage.forward(incoming, self._caches, batch)
         self._write_draft_rows(taps, batch, chunks)
         forward_s = time.perf_counter() - started
+        for chunk in chunks:
+            if chunk.copy_slot is not None:
+                self.storage.copy_slot(chunk.write_slot, chunk.copy_slot)
         self._zero_tails(chunks)
         on_launched()
         if place.is_last:

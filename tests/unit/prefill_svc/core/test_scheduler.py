@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from k3.errors import QueueFull, RequestRejected
+from prefill_svc.core.prefix_cache import Prompt
 from prefill_svc.core.request import Event, PrefillRequest, State
 from prefill_svc.core.scheduler import Plan, Policy, PrefillScheduler
 
@@ -227,7 +228,7 @@ def test_a_budget_below_one_page_still_makes_progress() -> None:
 
 
 def test_an_event_outside_the_table_raises() -> None:
-    request = PrefillRequest(7, 1, 5, 0.0, 0)
+    request = PrefillRequest(7, 1, Prompt(5), 0.0, 0)
     with pytest.raises(
         AssertionError, match="request 7: event 'token' is impossible in state 'waiting'"
     ):
