@@ -8,15 +8,17 @@ plans launched before it looks at the oldest answer, as a device that lags behin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode_svc import wire
 from decode_svc.deployment import Deployment
+from decode_svc.rank.graphs import Eager, GraphRunner
 from decode_svc.rank.loop import DecodeRank, Launched
 from decode_svc.rank.rows import RowTable
 from decode_svc.rank.step import apply_rows
@@ -143,8 +145,9 @@ class Model:
         draft_tokens: int = 7,
         dtype: str = "float64",
         exchange: str = "value",
+        confidence: bool = False,
     ) -> Model:
-        """Load every rank's share."""
+        """Load every rank's share. confidence: the drafter's confidence head too."""
         draft = DraftSpec.from_folder(drafter) if drafter is not None else None
         groups = mesh_groups(mesh)
         stages = tuple(
@@ -177,6 +180,7 @@ class Model:
                     head=stage.head,
                     dtype=dtype,
                     device=CPU,
+                    confidence=confidence,
                 )
             )
         return cls(folder, mesh, drafter, stages, tuple(drafters), dtype)
@@ -220,9 +224,14 @@ class DecodeGroup:
         draft_tokens: int = 7,
         window: int = 16,
         page_tokens: int = PAGE,
+        runner: Callable[[], GraphRunner] = Eager,
         too_high: int = 0,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """too_high: tokens by which every bound the ranks are told exceeds the scheduler's own."""
+        """runner: how each rank launches its steps. more: further settings of `spec`.
+
+        too_high: tokens by which every bound the ranks are told exceeds the scheduler's own.
+        """
         mesh = model.mesh
         spec = K3Spec.from_folder(model.folder)
         is_drafting = model.drafter is not None
@@ -233,11 +242,12 @@ class DecodeGroup:
             parallel=ParallelConfig(tp=mesh.tp, cp=mesh.cp),
             cache=CacheConfig(page_tokens, max_rows * per_request, state_slots=max_rows + 1),
             schedule=ScheduleConfig(max_rows=max_rows, depth=depth),
-            spec=SpecConfig(draft_tokens, str(model.drafter), window)
+            spec=SpecConfig(draft_tokens, str(model.drafter), window, **(more or {}))
             if is_drafting
-            else SpecConfig(),
+            else SpecConfig(**(more or {})),
         )
         self.model = model
+        self._runner = runner
         self._too_high, self._drafts = too_high, draft_tokens if is_drafting else 0
         self.scheduler = Deployment.of(self.config, "digest").scheduler()
         self.storages = [self._storage(spec) for _ in range(mesh.size)]
@@ -256,6 +266,7 @@ class DecodeGroup:
             page_tokens=config.cache.page_tokens,
             dtype=self.model.dtype,
             columns=speculation.snapshots(config),
+            records=speculation.records(config),
             draft=speculation.drafter(config),
             draft_places=speculation.places(config, spec),
         )
@@ -279,7 +290,8 @@ class DecodeGroup:
                 plans=Heard(),  # type: ignore[arg-type]
                 mover=None,  # type: ignore[arg-type]
                 drafter=model.drafters[rank] if model.drafters else None,
-            )
+            ),
+            self._runner(),
         )
 
     # ---------------------------------------------------------------- the front

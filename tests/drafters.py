@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from decode_svc.ledger import Ledger
 from decode_svc.rank.drafting import Drafting
-from decode_svc.rank.graphs import Eager
+from decode_svc.rank.graphs import Eager, GraphRunner
 from decode_svc.rank.rows import RowTable
 from decode_svc.rank.step import VerifyStep, apply_rows
 from k3.device import CpuDevice
@@ -21,6 +21,7 @@ from k3.model.draft_ring import DraftRing
 from k3.model.dspark import open_drafter
 from k3.model.dspark_spec import DraftSpec, ring_places
 from k3.model.k3 import Stage
+from k3.model.layers import wide
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import WHOLE
 from k3.rpc.convert import logprobs_to_proto, sampling_to_proto, stop_to_proto
@@ -122,14 +123,20 @@ class LocalEngine:
         page_tokens: int = 4,
         dtype: str = "float64",
         buckets: tuple[int, ...] = (),
+        runner: GraphRunner | None = None,
+        acceptance: str = "match",
     ) -> None:
+        """runner: instead of an eager one over `buckets`."""
         self.stage, self.draft_tokens = stage, draft_tokens
         self.page_tokens = page_tokens
         group = 1 + draft_tokens
         room = max_tokens + 2 * group
         self.pools = Pools(stage, n_requests, room, page_tokens, columns=group, seed=3)
         width = self.pools.requests[0].pages.shape[0]
-        self.table = RowTable(n_requests, width, draft_tokens, stage.spec.vocab_size, CPU)
+        proposals = None if acceptance == "match" else wide(stage.dtype)
+        self.table = RowTable(
+            n_requests, width, draft_tokens, stage.spec.vocab_size, CPU, proposals
+        )
         self.drafter = self.ring = drafting = None
         if drafter is not None and stage.embed is not None and stage.head is not None:
             self.drafter = open_drafter(
@@ -156,12 +163,13 @@ class LocalEngine:
             self.pools.caches,
             self.table,
             Ledger(page_tokens),
-            Eager(buckets),
+            runner or Eager(buckets),
             CpuDevice(1),
             max_rows=n_requests,
             group=group,
             depth=1,
             drafting=drafting,
+            acceptance=acceptance,
         )
         self.room = room
 
@@ -175,8 +183,12 @@ class LocalEngine:
         hand_over: bool = True,
         end_ids: tuple[int, ...] = (),
         logprobs: LogprobParams | None = None,
+        draft_lens: Sequence[int] | None = None,
     ) -> list[Answer]:
-        """All prompts at once; every answer has `n` tokens, or ends with the first of `end_ids`."""
+        """All prompts at once; every answer has `n` tokens, or ends with the first of `end_ids`.
+
+        draft_lens: drafts at most of each request; all by default.
+        """
         answers: list[Answer] = []
         for i, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
             place = self.pools.requests[i]
@@ -190,7 +202,10 @@ class LocalEngine:
             rows = [i for i, a in enumerate(answers) if not self._is_done(a, n, end_ids)]
             if not rows:
                 return answers
-            outcome = self.step.launch([i + 1 for i in rows], self.room - 1 - self.draft_tokens)
+            limits = None if draft_lens is None else [draft_lens[i] for i in rows]
+            outcome = self.step.launch(
+                [i + 1 for i in rows], self.room - 1 - self.draft_tokens, limits
+            )
             for i, events in zip(rows, outcome.answers(), strict=True):
                 answers[i].accepted.append(len(events) - 1)
                 for event in events:
@@ -212,7 +227,7 @@ class LocalEngine:
             if self.drafter is not None and self.ring is not None and hand_over:
                 positions = torch.arange(at, at + len(ids))
                 rows = self.drafter.context(output.taps_TXD, positions)
-                keep = torch.ones_like(positions, dtype=torch.bool)
+                keep = positions >= len(prompt) - self.ring.window  # older ones share their places
                 self.ring.write(rows, torch.full_like(positions, place.slot), positions, keep)
         return torch.cat(logits)
 
@@ -238,7 +253,7 @@ class LocalEngine:
             sampling=sampling_to_proto(how),
             stop=stop_to_proto(StopParams(99, stop_token_ids=end_ids)),
             logprobs=logprobs_to_proto(logprobs or LogprobParams()),
-            draft_len=0 if how.needs_counts else self.draft_tokens,
+            draft_len=self.draft_tokens,
             prompt_ids=prompt if how.needs_prompt_ids else (),
             output_ids=[first.id],
         )

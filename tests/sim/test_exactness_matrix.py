@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_svc.rank.graphs import Eager, PassThrough
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.types import SamplingParams, TokenEvent
@@ -30,6 +31,7 @@ SPEC = K3Spec.from_folder(NANO)
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 21, 30)
 N_TOKENS = 9
 LONGEST = max(LENGTHS) + N_TOKENS
+RUNNERS = {"eager": Eager, "graph": lambda: PassThrough((1, 13))}
 DRAFTERS = {"mla": "prefix", "gqa": "mixture"}
 
 
@@ -98,14 +100,18 @@ def model(request, flavour, drafter) -> Model:
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["apart", "overlapped"])
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("batch", [1, 13])
 @pytest.mark.parametrize("rule", RULES)
-def test_tokens_are_those_of_plain_decoding(model, flavour, sent, truth, depth, batch, rule):
+def test_tokens_are_those_of_plain_decoding(
+    model, flavour, sent, truth, depth, runner, batch, rule
+):
     group = DecodeGroup(
         model,
         max_rows=batch,
         max_len=LONGEST,
         depth=depth,
+        runner=RUNNERS[runner],
         draft_tokens=7 if flavour != "off" else 0,
     )
     which = [*range(13), 3, 8, 12] if batch == 13 else [12, 8]
