@@ -107,6 +107,8 @@ def deal(
         if field.name not in sent:
             continue
         pool, whole = storage.pools[field.name], sent[field.name]
+        if field.name != "draft":  # pages: [page, layer, ...], states: [head, layer, ...]
+            whole = whole[:, held(field, whole.shape[1], place)]
         if field.unit is Unit.PAGE:
             for local, page in enumerate(range(place.cp_rank, n_pages, place.mesh.cp)):
                 pool[pages[local]] = whole[page]
@@ -115,6 +117,15 @@ def deal(
                 pool[slot * field.columns + page % field.columns] = own(whole[page], field, place)
         else:
             pool[slot * field.columns] = own(whole, field, place)
+
+
+def held(field: Field, n_layers: int, place: Place) -> slice:
+    """Of all layers of the field's kind, those of a rank's stage: a run, before which the earlier stages lie."""
+    if place.is_first:
+        return slice(0, len(field.layers))
+    if place.is_last:
+        return slice(n_layers - len(field.layers), n_layers)
+    raise AssertionError("no test has three stages")
 
 
 def own(whole: Tensor, field: Field, place: Place) -> Tensor:
@@ -126,7 +137,7 @@ def own(whole: Tensor, field: Field, place: Place) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Weights of every rank of a group; shared by its instances. `drafters` are empty without a drafter."""
+    """Weights of every rank of a group; shared by its instances. `drafters` are those of the last stage, if any."""
 
     folder: Path
     mesh: Mesh
@@ -168,6 +179,8 @@ class Model:
         drafters: list[Drafter] = []
         for stage in stages if drafter is not None else ():
             assert drafter is not None
+            if not stage.place.is_last:
+                continue
             assert stage.embed is not None
             assert stage.head is not None
             drafters.append(
@@ -239,7 +252,7 @@ class DecodeGroup:
         self.config = EngineConfig(
             role="decode",
             model=ModelConfig(str(model.folder), "model", model.dtype, "cpu", max_len),
-            parallel=ParallelConfig(tp=mesh.tp, cp=mesh.cp),
+            parallel=ParallelConfig(pp=mesh.pp, tp=mesh.tp, cp=mesh.cp),
             cache=CacheConfig(page_tokens, max_rows * per_request, state_slots=max_rows + 1),
             schedule=ScheduleConfig(max_rows=max_rows, depth=depth),
             spec=SpecConfig(draft_tokens, str(model.drafter), window, **(more or {}))
@@ -250,19 +263,20 @@ class DecodeGroup:
         self._runner = runner
         self._too_high, self._drafts = too_high, draft_tokens if is_drafting else 0
         self.scheduler = Deployment.of(self.config, "digest").scheduler()
-        self.storages = [self._storage(spec) for _ in range(mesh.size)]
+        self.storages = [self._storage(spec, mesh.place(rank)) for rank in range(mesh.size)]
+        self._answering = mesh.rank(mesh.pp - 1)
         self.ranks = [self._rank(rank, spec) for rank in range(mesh.size)]
         run_group(mesh.size, lambda rank: self.ranks[rank].warm_up())
         self._launched: deque[Launched] = deque()
         self._asked: dict[int, Ask] = {}
         self._requests: list[DecodeRequest] = []
 
-    def _storage(self, spec: K3Spec) -> Storage:
+    def _storage(self, spec: K3Spec, place: Place) -> Storage:
         config = self.config
         layout = build_layout(
             spec,
             self.model.mesh,
-            0,
+            place.stage,
             page_tokens=config.cache.page_tokens,
             dtype=self.model.dtype,
             columns=speculation.snapshots(config),
@@ -289,7 +303,9 @@ class DecodeGroup:
                 storage=storage,
                 plans=Heard(),  # type: ignore[arg-type]
                 mover=None,  # type: ignore[arg-type]
-                drafter=model.drafters[rank] if model.drafters else None,
+                drafter=model.drafters[stage.place.shard.index]
+                if model.drafters and stage.place.is_last
+                else None,
             ),
             self._runner(),
         )
@@ -341,7 +357,7 @@ class DecodeGroup:
             self._launched.append(self._launch(wire.step_plan(plan)))
         if self._launched:
             launched = self._launched.popleft()
-            result = self.ranks[0].answer(launched)
+            result = self.ranks[self._answering].answer(launched)
             self.scheduler.advance(result.step_id, wire.emitted(result))
         for i, request in enumerate(requests):
             ask = self._asked[request.key]
@@ -370,4 +386,6 @@ class DecodeGroup:
     def _launch(self, plan: plan_pb2.StepPlan) -> Launched:
         for row in plan.verify_rows:
             row.base_bound += self._too_high
-        return run_group(len(self.ranks), lambda rank: self.ranks[rank].launch(plan))[0]
+        return run_group(len(self.ranks), lambda rank: self.ranks[rank].launch(plan))[
+            self._answering
+        ]
