@@ -93,7 +93,7 @@ def test_a_cold_request_gives_the_same_tokens(plain_stage, kind):
     assert [a.ids for a in answers] == [a.ids for a in plain]
 
 
-def test_requests_with_penalties_take_part_without_drafts(plain_stage, kind):
+def test_requests_with_penalties_speculate_and_get_their_plain_tokens(plain_stage, kind):
     folder, stage = kind
     params = [
         GREEDY,
@@ -103,7 +103,6 @@ def test_requests_with_penalties_take_part_without_drafts(plain_stage, kind):
     engine = LocalEngine(stage, 2, 64, drafter=folder, draft_tokens=7, window=16)
     answers = engine.generate(prompts(2), N_TOKENS, params)
     assert [a.ids for a in answers] == [a.ids for a in plain]
-    assert not any(answers[1].accepted)
 
 
 def test_log_probabilities_are_those_of_plain_decoding(plain_stage, kind):

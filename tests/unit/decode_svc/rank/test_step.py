@@ -100,6 +100,7 @@ class Decode:
         end_ids: tuple[int, ...] = (),
         logprobs: LogprobParams | None = None,
         epoch: int = 1,
+        draft_len: int | None = None,
     ) -> None:
         prompt, place = PROMPTS[which], self.pools.requests[which]
         self.pools.prefill(place, prompt, 5)
@@ -113,7 +114,7 @@ class Decode:
             sampling=sampling_to_proto(params),
             stop=stop_to_proto(StopParams(99, stop_token_ids=end_ids)),
             logprobs=logprobs_to_proto(logprobs or LogprobParams()),
-            draft_len=0 if params.needs_counts else self.drafts,
+            draft_len=self.drafts if draft_len is None else draft_len,
             prompt_ids=prompt if params.needs_prompt_ids else (),
             output_ids=[first.id],
         )
@@ -203,7 +204,22 @@ def test_logprobs_equal_those_of_the_reference(stage: Stage, reference: Referenc
 
 
 @pytest.mark.parametrize(
-    "params", [GREEDY, SamplingParams(seed=12, top_p=0.95)], ids=["greedy", "seeded"]
+    "params",
+    [
+        GREEDY,
+        SamplingParams(seed=12, top_p=0.95),
+        SamplingParams(
+            seed=4,
+            temperature=1.2,
+            top_k=40,
+            min_p=0.001,
+            presence_penalty=0.6,
+            frequency_penalty=0.8,
+            repetition_penalty=1.3,
+            logit_bias={3: 4.0, 17: 3.0},
+        ),
+    ],
+    ids=["greedy", "seeded", "penalised"],
 )
 def test_tokens_do_not_depend_on_drafts(
     stage: Stage, reference: Reference, params: SamplingParams
@@ -231,14 +247,14 @@ def test_tokens_do_not_depend_on_drafts(
 
 
 def test_a_row_without_drafts_rides_in_a_wide_group(stage: Stage, reference: Reference) -> None:
-    """Penalties forbid drafts: its padded positions are not written and count nothing."""
+    """Its padded positions are not written and count nothing."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.5)
     wanted = [
         ids(reference.generate(PROMPTS[0], 6, params)),
         ids(reference.generate(PROMPTS[2], 18, GREEDY)),
     ]
     decode = Decode(stage, drafts=2)
-    decode.open(1, 0, TokenEvent(wanted[0][0]), params)
+    decode.open(1, 0, TokenEvent(wanted[0][0]), params, draft_len=0)
     decode.open(2, 2, TokenEvent(wanted[1][0]))
     for _ in range(5):
         at = len(decode.ids(2))
