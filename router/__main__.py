@@ -21,6 +21,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from k3.config.api_keys import read_keys
 from k3.config.load import config_hash, router_config, to_json
 from k3.config.tree import RouterConfig
 from k3.errors import ModelError
@@ -30,10 +31,11 @@ from k3.telemetry.metrics import RouterMetrics
 from router.admin import Admin
 from router.admission import Admission
 from router.app import admin_app, public_app
+from router.auth import Keys
 from router.connection import Connection
 from router.fleet.attempt import Dispatcher
 from router.fleet.instance import Role
-from router.fleet.pairing import make_rules
+from router.fleet.policies import make_rules
 from router.fleet.registry import Registry
 from router.lifecycle import Lifecycle
 from router.openai.body import BodyReader
@@ -122,6 +124,8 @@ class Router:
         if config.telemetry.metrics_compat == "vllm":
             self._metrics.show_aliases(folder.name)
         self.drain = Drain()
+        self._keys = Keys(read_keys(config.http.api_key_file))
+        self._admin_keys = Keys(read_keys(config.http.admin_key_file))
         self._threads = ThreadPoolExecutor(N_TEXT_THREADS, thread_name_prefix="text")
         fleet = config.fleet
         tls = client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key)
@@ -137,8 +141,8 @@ class Router:
             serving.registry.add(Role.DECODE, address)
         handlers = Admin(serving, channels, to_json(self._config), self.drain.begin)
         servers = (
-            (_server(public_app(serving)), public),
-            (_server(admin_app(serving, handlers)), admin),
+            (_server(public_app(serving, self._keys)), public),
+            (_server(admin_app(serving, handlers, self._admin_keys)), admin),
         )
         log.info(
             "router listens",

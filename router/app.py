@@ -22,6 +22,7 @@ from k3.errors import K3Error
 from k3.telemetry import tracing
 from k3.telemetry.metrics import RouterMetrics
 from router.admin import Admin
+from router.auth import KeyGate, Keys
 from router.openai import chat, completions
 from router.openai.errors import ApiError, api_error
 from router.openai.models import (
@@ -61,8 +62,8 @@ GET_ROUTES: Mapping[str, Any] = {
 }
 
 
-def public_app(serving: Serving) -> ASGIApp:
-    """The public API."""
+def public_app(serving: Serving, keys: Keys) -> ASGIApp:
+    """The public API. keys: who may use it; health, readiness and version are open to all."""
     app = _bare_app("k3-serving", serving)
     for path, handler, body in POST_ROUTES:
         extra = post_extra(body, streams=path in STREAMING)
@@ -74,10 +75,11 @@ def public_app(serving: Serving) -> ASGIApp:
     path, extra = "/v1/models/{model_id}", get_extra("model_id")
     app.add_api_route(path, get_model, methods=["GET"], openapi_extra=extra)
     add_schemas(app, [body for _, _, body in POST_ROUTES])
-    inner: ASGIApp = app
+    guarded = {"/metrics"} if serving.settings.http.metrics_auth else set[str]()
+    inner: ASGIApp = KeyGate(app, keys, open_paths=OPS_ROUTES.keys() - guarded)
     if serving.settings.http.cors_origins:
         inner = CORSMiddleware(
-            app,
+            inner,
             allow_origins=serving.settings.http.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
@@ -86,11 +88,11 @@ def public_app(serving: Serving) -> ASGIApp:
     return Edge(inner, serving.metrics, [*GET_ROUTES, *(path for path, _, _ in POST_ROUTES)])
 
 
-def admin_app(serving: Serving, admin: Admin) -> ASGIApp:
-    """The admin API."""
+def admin_app(serving: Serving, admin: Admin, keys: Keys) -> ASGIApp:
+    """The admin API. keys: of its own, not the public ones."""
     app = _bare_app("k3-serving admin", serving)
     admin.add_routes(app)
-    return Edge(app, serving.metrics, [])
+    return Edge(KeyGate(app, keys), serving.metrics, [])
 
 
 def _bare_app(title: str, serving: Serving) -> FastAPI:

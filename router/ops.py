@@ -106,12 +106,18 @@ def _show(serving: Serving) -> None:
     shown.common.draining.set(serving.lifecycle.is_draining)
     shown.instance_in_flight.clear()
     shown.circuit_state.clear()
+    shown.cache_stale.clear()
+    shown.cache_pages.clear()
     for role in Role:
         shown.instance_up.labels(role.value).set(len(serving.registry.usable(role)))
     for instance in serving.registry.instances:
         shown.instance_in_flight.labels(instance.instance_id).set(instance.in_flight)
         value = CIRCUIT_VALUES[instance.circuit.state(now)]
         shown.circuit_state.labels(instance.instance_id).set(value)
+        if instance.role is Role.PREFILL:
+            is_stale = not instance.is_cache_known(now)
+            shown.cache_stale.labels(instance.instance_id).set(is_stale)
+            shown.cache_pages.labels(instance.instance_id).set(instance.cache.n_pages)
 
 
 OPS_ROUTES: Mapping[str, Any] = {

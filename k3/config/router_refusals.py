@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from k3.config.api_keys import unusable_keys
 from k3.config.rule import (
     ADDRESS,
     Rule,
@@ -33,6 +34,24 @@ ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
         "two servers cannot share a port",
         "choose another http.admin_port",
         lambda c: is_same_port((c.http.host, c.http.port), (c.http.admin_host, c.http.admin_port)),
+    ),
+    Rule(
+        "KEY_FILES",
+        ROUTER,
+        ("http.api_key_file", "http.admin_key_file"),
+        "a key file cannot be read, is empty, or holds a key of under 16 characters or with blanks",
+        "a server that was to ask for keys must not start without them",
+        "give a file with one key a line, or remove the setting",
+        lambda c: unusable_keys(c.http.api_key_file) or unusable_keys(c.http.admin_key_file),
+    ),
+    Rule(
+        "METRICS_AUTH",
+        ROUTER,
+        ("http.metrics_auth", "http.api_key_file"),
+        "http.metrics_auth without http.api_key_file",
+        "there is no key to ask for",
+        "set http.api_key_file, or http.metrics_auth=false",
+        lambda c: c.http.metrics_auth and not c.http.api_key_file,
     ),
     Rule(
         "FLEET_ADDRESSES",

@@ -302,6 +302,11 @@ class HttpConfig:
     sse_heartbeat_s: float = key(
         15.0, "comment lines while a stream waits for its first token", unit="s", least=0.1
     )
+    api_key_file: str = key(
+        "", "accepted API keys, one a line; empty = no key is asked for, all callers share a cache"
+    )
+    admin_key_file: str = key("", "accepted keys of the admin API, one a line; empty = none asked")
+    metrics_auth: bool = key(False, "ask for an API key on /metrics too")
     cors_origins: tuple[str, ...] = key((), "allowed CORS origins; empty = none")
     default_max_tokens: int = key(
         0, "cap on the default output length; 0 = rest of context", unit="tokens", least=0
@@ -321,9 +326,23 @@ class FleetConfig:
 
     prefills: tuple[str, ...] = key((), "prefill instances, host:port")
     decodes: tuple[str, ...] = key((), "decode instances, host:port")
-    policy: str = key("least_load", "choice of decode", choices=("least_load", "round_robin"))
+    policy: str = key(
+        "least_load",
+        "choice of decode; session: by X-Session-Affinity, prefix: by the first tokens",
+        choices=("least_load", "round_robin", "random", "session", "prefix"),
+    )
     prefill_policy: str = key(
-        "least_load", "choice of prefill", choices=("least_load", "round_robin")
+        "cache_aware",
+        "choice of prefill; cache_aware: fewest tokens not cached there or waiting before it",
+        choices=(
+            "cache_aware",
+            "least_load",
+            "round_robin",
+            "random",
+            "power_of_two",
+            "session",
+            "prefix",
+        ),
     )
     max_retries: int = key(2, "further prefill candidates of one attempt", least=0)
     connect_timeout_s: float = key(2.0, "deadline of a dial", unit="s", least=0.01)

@@ -410,6 +410,14 @@ class RouterMetrics:
         self.circuit_state = d.gauge(
             "k3_router_circuit_state", "0 closed, 1 half open, 2 open.", instance_id=()
         )
+        self.cache_pages = d.gauge(
+            "k3_router_cache_pages", "Cached pages known of a prefill instance.", instance_id=()
+        )
+        self.cache_stale = d.gauge(
+            "k3_router_cache_events_stale",
+            "1 while pairing guesses what an instance has cached: its events stopped coming.",
+            instance_id=(),
+        )
 
     def aliases(self) -> list[Alias]:
         """vLLM's names for what the router measures."""

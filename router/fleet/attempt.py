@@ -52,6 +52,7 @@ from k3.types import (
 from k3.v1 import decode_pb2, decode_pb2_grpc
 from router.admission import Admission, Placement
 from router.fleet.pairing import Need, Pair
+from router.fleet.prefix import PromptPages
 from router.fleet.registry import Registry
 
 log = logging.getLogger("k3.router.attempt")
@@ -91,12 +92,16 @@ class Sample:
     salt: bytes
     deadline: float
     n_samples: int = 1  # of the whole request, for the choice of a pair
+    pages: PromptPages | None = None
+    session: str = ""
     on_dispatch: Callable[[Trace], None] = lambda trace: None
 
     @property
     def need(self) -> Need:
         """What it asks of an instance."""
-        return Need(len(self.token_ids), self.stop.max_tokens, self.n_samples)
+        return Need(
+            len(self.token_ids), self.stop.max_tokens, self.n_samples, self.pages, self.session
+        )
 
 
 class Tokens(NamedTuple):

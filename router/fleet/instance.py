@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from k3.cache import hash_chain
 from k3.v1 import instance_pb2
 from router.fleet.circuit import Circuit
 from router.fleet.pairing import InstanceView, Need, pages_needed
+from router.fleet.prefix import STALE_S, CacheView, PromptPages, RoutedPrompts
 
 log = logging.getLogger("k3.router.fleet")
 GOOD_PROBES = 2
@@ -75,6 +77,8 @@ class Instance:
         self.identity: instance_pb2.DescribeResponse | None = None
         self.snapshot: Snapshot | None = None
         self.circuit = Circuit()
+        self.cache = CacheView()
+        self._routed = RoutedPrompts()
         self.in_flight = 0
         self._unseen: list[Demand] = []  # sent, not admitted yet, so in no snapshot
         self._good_probes = 0
@@ -114,6 +118,7 @@ class Instance:
         """An answered `Describe`."""
         if self.identity is not None and self.identity.instance_id != identity.instance_id:
             self.snapshot, self.circuit, self.in_flight, self._unseen = None, Circuit(), 0, []
+            self.cache, self._routed = CacheView(), RoutedPrompts()
         self.identity = identity
         role = WIRE_ROLES.get(identity.role)
         if role is not self.role:
@@ -149,6 +154,27 @@ class Instance:
         if self.state is InstanceState.READY:
             self.enter(InstanceState.SUSPECT, now, reason)
 
+    def is_cache_known(self, now: float) -> bool:
+        """Whether its cache events are recent enough to be believed."""
+        return self.snapshot is not None and now - self.snapshot.at <= STALE_S
+
+    def usable_tokens(self, pages: PromptPages, now: float) -> int:
+        """Tokens of a prompt that it would not have to compute."""
+        chain, page_tokens = self._chain(pages)
+        if self.is_cache_known(now):
+            return self.cache.usable_pages(chain) * page_tokens
+        return self._routed.usable_pages(chain, now) * page_tokens
+
+    def routed(self, pages: PromptPages, now: float) -> None:
+        """A prompt was sent there."""
+        self._routed.sent(self._chain(pages)[0], now)
+
+    def _chain(self, pages: PromptPages) -> tuple[tuple[bytes, ...], int]:
+        assert self.identity is not None
+        identity = self.identity
+        namespace = hash_chain.namespace(identity.layout_fingerprint, identity.draft_fingerprint)
+        return pages.chain(namespace, identity.page_tokens), identity.page_tokens
+
     def send(self, demand: Demand) -> None:
         """A sample goes there."""
         self.in_flight += 1
@@ -165,7 +191,7 @@ class Instance:
         if is_new and is_open and self._good_probes >= GOOD_PROBES:
             self.enter(InstanceState.READY, now)
 
-    def view(self) -> InstanceView:
+    def view(self, usable_tokens: int = 0) -> InstanceView:
         """What pairing sees. Only for usable instances."""
         assert self.identity is not None
         assert self.snapshot is not None
@@ -192,13 +218,14 @@ class Instance:
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,
             in_flight=self.in_flight,
+            usable_tokens=usable_tokens,
         )
 
 
 class Lease:
     """One sample sent to a pair: counted there until released. `admitted` when decode's snapshots include it."""
 
-    def __init__(self, decode: Instance, prefill: Instance | None, need: Need) -> None:
+    def __init__(self, decode: Instance, prefill: Instance | None, need: Need, now: float) -> None:
         self._decode = decode
         self._decode_id = decode.instance_id  # a restarted one has forgotten us: nothing to undo
         self._prefill = prefill
@@ -207,6 +234,8 @@ class Lease:
         decode.send(self._demand)
         if prefill is not None:
             prefill.in_flight += 1
+            if need.pages is not None:
+                prefill.routed(need.pages, now)
 
     def admitted(self) -> None:
         """Decode holds the memory: from now on it is in the snapshots."""

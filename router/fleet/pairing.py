@@ -7,11 +7,12 @@ refuses. Suspect instances come only when no other exists.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from router.fleet.prefix import PromptPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class InstanceView:
     """What pairing sees of one usable instance.
 
     group_tokens: tokens a page holds over all ranks (page_tokens * cp). pages_free counts what can be handed out now,
-    less what was sent there and is not in a snapshot yet. slots: state slots on decode, bounded by rows.
+    less what was sent there and is not in a snapshot yet. slots: state slots on decode, bounded by rows. usable_tokens:
+    tokens of the request's prompt that a prefill instance need not compute.
     """
 
     instance_id: str
@@ -39,15 +41,21 @@ class InstanceView:
     waiting: int = 0
     waiting_tokens: int = 0
     in_flight: int = 0
+    usable_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of an instance: tokens of its prompt, output tokens at most, samples."""
+    """What a request asks of an instance: tokens of its prompt, output tokens at most, samples.
+
+    pages: names what is in the prompt. session: what the client says belongs together; empty = nothing.
+    """
 
     prompt_len: int
     max_tokens: int
     n_samples: int = 1
+    pages: PromptPages | None = field(default=None, compare=False)
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,9 @@ class NoPair(Enum):
 
 
 class Policy(Protocol):
-    """Orders instances, best first."""
+    """Orders instances for a request; `policies.py` has them all."""
 
-    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
+    def order(self, views: Sequence[InstanceView], need: Need) -> list[InstanceView]:
         """The same instances, best first."""
         ...
 
@@ -144,19 +152,19 @@ def choose(
     roomy = [view for view in paired if can_decode_now(need, view)]
     if not roomy:
         return NoPair.FULL
-    decode = trusted_first(rules.decode, roomy)[0]
+    decode = trusted_first(rules.decode, roomy, need)[0]
     fitting = [view for view in candidates if is_compatible(decode, view)]
-    return Pair(decode, tuple(trusted_first(rules.prefill, fitting)[: rules.n_candidates]))
+    return Pair(decode, tuple(trusted_first(rules.prefill, fitting, need)[: rules.n_candidates]))
 
 
-def trusted_first(policy: Policy, views: Iterable[InstanceView]) -> list[InstanceView]:
+def trusted_first(policy: Policy, views: Iterable[InstanceView], need: Need) -> list[InstanceView]:
     """Order by policy, suspects after all others."""
     views = list(views)
     trusted = [view for view in views if not view.is_suspect]
     suspect = [view for view in views if view.is_suspect]
     return [
-        *(policy.order(trusted) if trusted else ()),
-        *(policy.order(suspect) if suspect else ()),
+        *(policy.order(trusted, need) if trusted else ()),
+        *(policy.order(suspect, need) if suspect else ()),
     ]
 
 
@@ -166,60 +174,3 @@ def same_layout(decode: InstanceView, prefill: InstanceView) -> bool:
         decode.layout_fingerprint == prefill.layout_fingerprint
         and decode.model_digest == prefill.model_digest
     )
-
-
-MANY_INSTANCES = 8  # above this, least load compares two random ones, so that routers do not herd
-
-
-class LeastLoadedDecode:
-    """Share of pages used plus share of rows used; two random choices when there are many."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
-        """Least loaded first."""
-        if len(views) > MANY_INSTANCES:
-            best = sorted(self._rng.sample(list(views), 2), key=self._score)[0]
-            return [best, *(view for view in views if view is not best)]
-        return sorted(views, key=self._score)
-
-    @staticmethod
-    def _score(view: InstanceView) -> tuple[float, int, str]:
-        used = (view.pages_total - view.pages_free) / max(view.pages_total, 1)
-        rows = max(view.running, view.in_flight) / max(view.max_rows, 1)
-        return used + rows, view.in_flight, view.instance_id
-
-
-class LeastLoadedPrefill:
-    """Fewest prompt tokens waiting, then fewest requests of this router."""
-
-    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
-        """Least loaded first."""
-        return sorted(
-            views, key=lambda view: (view.waiting_tokens, view.in_flight, view.instance_id)
-        )
-
-
-class RoundRobin:
-    """Each in turn, in the order of their ids."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
-        """The one after the last chosen first."""
-        by_id = sorted(views, key=lambda view: view.instance_id)
-        start = next((i for i, view in enumerate(by_id) if view.instance_id > self._last), 0)
-        order = by_id[start:] + by_id[:start]
-        self._last = order[0].instance_id
-        return order
-
-
-def make_rules(
-    decode_policy: str, prefill_policy: str, max_retries: int, rng: random.Random
-) -> PairingRules:
-    """Rules from the names of the configuration, which has checked them."""
-    decode = RoundRobin() if decode_policy == "round_robin" else LeastLoadedDecode(rng)
-    prefill = RoundRobin() if prefill_policy == "round_robin" else LeastLoadedPrefill()
-    return PairingRules(decode, prefill, 1 + max_retries)

@@ -21,6 +21,7 @@ from k3.errors import NotFound, RequestRejected
 from k3.rpc.client import ChannelPool
 from k3.rpc.status import from_rpc_error
 from k3.v1 import instance_pb2, instance_pb2_grpc
+from router.fleet.cache_events import CacheFollower, CacheGap
 from router.fleet.instance import Instance, InstanceState, Lease, Role
 from router.fleet.pairing import (
     InstanceView,
@@ -114,7 +115,7 @@ class Registry:
         decodes = [
             view for view in _views(self.usable(Role.DECODE)) if view.instance_id not in excluded
         ]
-        prefills = _views(self.usable(Role.PREFILL))
+        prefills = self._prefill_views(need)
         return choose(need, prefills, decodes, self._rules, self._is_compatible)
 
     def lease(self, pair: Pair, need: Need) -> Lease:
@@ -122,7 +123,13 @@ class Registry:
         decode = self.find(pair.decode.address)
         prefill = self._instances.get(pair.prefills[0].address)
         decode.circuit.sent(time.monotonic())
-        return Lease(decode, prefill, need)
+        return Lease(decode, prefill, need, time.monotonic())
+
+    def _prefill_views(self, need: Need) -> list[InstanceView]:
+        instances, pages, now = self.usable(Role.PREFILL), need.pages, time.monotonic()
+        if pages is None:
+            return _views(instances)
+        return [instance.view(instance.usable_tokens(pages, now)) for instance in instances]
 
     def is_usable(self, pair: Pair) -> bool:
         """Whether the decode instance of a pair chosen earlier is still there, and still the same."""
@@ -221,6 +228,12 @@ class Registry:
                     instance.enter(InstanceState.PROBING, time.monotonic(), str(error.details()))
                     await asyncio.sleep(STARTING_POLL_S)
                     continue
+            except CacheGap as gap:  # says nothing against the instance
+                instance.cache.clear()
+                extra = {"instance_id": instance.instance_id, "reason": str(gap)}
+                log.info("cache events are read anew", extra=extra)
+                await asyncio.sleep(BACKOFF_S[0])
+                continue
             except TimeoutError:
                 reason = f"no snapshot for {SNAPSHOT_TIMEOUT_S:.0f} s"
             now = time.monotonic()
@@ -262,7 +275,7 @@ class Registry:
     async def _watch(self, instance: Instance) -> None:
         """Read snapshots until the stream ends, breaks or falls silent, or another instance answers."""
         stub = instance_pb2_grpc.InstanceServiceStub(self._channels.channel(instance.address))
-        call = stub.Watch(instance_pb2.WatchRequest())
+        call, follower = stub.Watch(instance_pb2.WatchRequest()), CacheFollower()
         try:
             while True:
                 # Not wait_for: until Python 3.12 it swallows a cancellation that meets the end of the stream.
@@ -272,6 +285,7 @@ class Registry:
                     return
                 if message.instance_id != instance.instance_id:
                     await self._describe(instance)
+                follower.apply(message, instance.cache)
                 instance.loaded(message.load, time.monotonic())
                 self._changed()
         finally:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.openai.params import chat_job, timeout_s
+from router.openai.params import chat_job
 from router.openai.schemas import ChatRequest
-from router.openai.serving import GenerationResponse, Serving
+from router.openai.serving import generate
 
 PATH = "/v1/chat/completions"
 
 
 async def chat_completions(request: Request) -> Response:
     """Validate, render, tokenize; the response runs the rest."""
-    serving: Serving = request.app.state.serving
-    body = await serving.reader.read(request, ChatRequest)
-    serving.check_model(body.model)
-    serving.lifecycle.check_open()
-    limit_s = timeout_s(
-        body.timeout_ms,
-        request.headers.get("x-request-timeout-ms"),
-        serving.settings.http.request_timeout_s,
-    )
-    build = partial(chat_job, body, serving.settings, serving.limits(), limit_s)
-    return GenerationResponse(serving, await serving.in_thread(build), PATH)
+    return await generate(request, ChatRequest, chat_job, PATH)

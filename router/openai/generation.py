@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 from k3.telemetry.metrics import RouterMetrics
 from k3.types import FinishReason, Speculation, StageTimes, StopParams
 from router.fleet.attempt import Dispatcher, Finished, Sample, Tokens, Trace
+from router.fleet.prefix import PromptPages
 from router.openai.params import Job
 from router.requests import OpenRequest, Stage
 from router.text.folder import ModelFolder
@@ -85,6 +86,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._folder = folder
         self._metrics = metrics
+        self._pages = [PromptPages(prompt, job.salt) for prompt in job.prompts]
         self._prompts_at_once = asyncio.Semaphore(MAX_PROMPTS)
         self.first_token_s: float | None = None
         self.choices = [self._choice(index) for index in range(job.n_choices)]
@@ -185,6 +187,8 @@ class Generation:
             salt=job.salt,
             deadline=self.deadline,
             n_samples=job.n,
+            pages=self._pages[choice.prompt_index],
+            session=job.session,
             on_dispatch=self._dispatched,
         )
 

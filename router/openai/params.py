@@ -21,6 +21,7 @@ from router.text.folder import ModelFolder
 from router.text.reasoning import Channel
 from router.text.stop import StopAutomaton
 
+MAX_SESSION_CHARS = 256
 TEXT_DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
 
@@ -53,6 +54,7 @@ class Job:
     include_stop: bool
     logprobs: LogprobParams
     salt: bytes
+    session: str
     start: Channel | None
     skip_special_tokens: bool
     return_token_ids: bool
@@ -69,6 +71,19 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """What a request says beside its body.
+
+    principal: whose key it came with, empty without keys. session: what the client says belongs together, or empty.
+    timeout_s: this request's deadline.
+    """
+
+    principal: bytes
+    session: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What does not change between requests."""
 
@@ -76,7 +91,7 @@ class Settings:
     folder: ModelFolder
 
 
-def chat_job(body: ChatRequest, settings: Settings, limits: Limits, timeout_s: float) -> Job:
+def chat_job(body: ChatRequest, settings: Settings, limits: Limits, caller: Caller) -> Job:
     """Job of a chat request. Raises RequestRejected. Renders and tokenizes: may take long for long prompts."""
     _refuse_chat_extras(body)
     prompt = render_chat(
@@ -110,12 +125,12 @@ def chat_job(body: ChatRequest, settings: Settings, limits: Limits, timeout_s: f
         logprobs=LogprobParams(bool(body.logprobs), body.top_logprobs or 0),
         start=prompt.start,
         is_chat=True,
-        timeout_s=timeout_s,
+        caller=caller,
     )
 
 
 def completion_job(
-    body: CompletionRequest, settings: Settings, limits: Limits, timeout_s: float
+    body: CompletionRequest, settings: Settings, limits: Limits, caller: Caller
 ) -> Job:
     """Job of a text request. Raises RequestRejected."""
     _refuse_text_extras(body)
@@ -130,7 +145,7 @@ def completion_job(
         logprobs=LogprobParams(body.logprobs is not None, body.logprobs or 0),
         start=None,
         is_chat=False,
-        timeout_s=timeout_s,
+        caller=caller,
     )
 
 
@@ -149,6 +164,12 @@ def timeout_s(body_ms: int | None, header: str | None, limit_s: float) -> float:
     return min(limits)
 
 
+def session_of(headers: Mapping[str, str]) -> str:
+    """What the client says belongs together; at most MAX_SESSION_CHARS of it."""
+    named = headers.get("x-session-affinity") or headers.get("x-session-id") or ""
+    return named[:MAX_SESSION_CHARS]
+
+
 def _job(
     body: GenerationBody,
     settings: Settings,
@@ -161,7 +182,7 @@ def _job(
     logprobs: LogprobParams,
     start: Channel | None,
     is_chat: bool,
-    timeout_s: float,
+    caller: Caller,
 ) -> Job:
     _refuse_extras(body)
     folder = settings.folder
@@ -196,7 +217,8 @@ def _job(
         automaton=StopAutomaton(stops) if stops else None,
         include_stop=bool(body.include_stop_str_in_output),
         logprobs=logprobs,
-        salt=_salt(body.cache_salt),
+        salt=cache_salt(caller.principal, body.cache_salt),
+        session=caller.session,
         start=start,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
@@ -204,7 +226,7 @@ def _job(
         is_stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        timeout_s=timeout_s,
+        timeout_s=caller.timeout_s,
     )
 
 
@@ -262,9 +284,16 @@ def _bias(bias: Mapping[str, float] | None, vocab_size: int) -> Mapping[int, flo
     return result
 
 
-def _salt(cache_salt: str | None) -> bytes:
-    """Namespace of the prefix cache: of nobody in particular as long as there are no principals."""
-    return hashlib.sha256(b"anonymous\0" + cache_salt.encode()).digest() if cache_salt else b""
+def cache_salt(principal: bytes, asked: str | None) -> bytes:
+    """What separates prefix caches: the caller, and within a caller what it asks for. Empty = shared by everybody.
+
+    The caller's own string never stands alone: nobody can name the salt of another.
+    """
+    if not principal and not asked:
+        return b""
+    return hashlib.sha256(
+        len(principal).to_bytes(4, "little") + principal + (asked or "").encode()
+    ).digest()
 
 
 def _refuse_extras(body: GenerationBody) -> None:

@@ -14,8 +14,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +25,7 @@ from k3.errors import DeadlineExceeded
 from k3.telemetry import tracing
 from k3.telemetry.metrics import RouterMetrics
 from router.admission import Admission
+from router.auth import PRINCIPAL
 from router.fleet.attempt import Dispatcher
 from router.fleet.instance import Role
 from router.fleet.pairing import capacity_tokens
@@ -32,7 +35,8 @@ from router.openai.answer import ChatAnswer, Head, TextAnswer
 from router.openai.body import BodyReader
 from router.openai.errors import ApiError, api_error, model_not_found
 from router.openai.generation import Counts, Generation
-from router.openai.params import Job, Limits, Settings
+from router.openai.params import Caller, Job, Limits, Settings, session_of, timeout_s
+from router.openai.schemas import GenerationBody
 from router.openai.sse import JsonOutlet, SseOutlet
 from router.requests import OpenRequest, RequestTable
 from router.text.folder import ModelFolder
@@ -94,6 +98,33 @@ class Serving:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run rendering and tokenizing beside the event loop; the pool is bounded."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+async def generate(
+    request: Request,
+    body_type: type[B],
+    make_job: Callable[[B, Settings, Limits, Caller], Job],
+    path: str,
+) -> Response:
+    """What every generating endpoint does: read the body, look who asks, make the job; the response runs it."""
+    serving: Serving = request.app.state.serving
+    body = await serving.reader.read(request, body_type)
+    serving.check_model(body.model)
+    serving.lifecycle.check_open()
+    caller = Caller(
+        request.scope[PRINCIPAL],
+        session_of(request.headers),
+        timeout_s(
+            body.timeout_ms,
+            request.headers.get("x-request-timeout-ms"),
+            serving.settings.http.request_timeout_s,
+        ),
+    )
+    build = partial(make_job, body, serving.settings, serving.limits(), caller)
+    return GenerationResponse(serving, await serving.in_thread(build), path)
 
 
 class GenerationResponse(Response):

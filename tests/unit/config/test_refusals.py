@@ -84,6 +84,8 @@ ENGINE_CASES = [
 ROUTER_CASES = [
     ("ROUTER_MODEL_FOLDER", {"model.path": "/nowhere"}),
     ("ROUTER_SAME_PORT", {"http.admin_port": "8000"}),
+    ("KEY_FILES", {"http.api_key_file": "/nowhere"}),
+    ("METRICS_AUTH", {"http.metrics_auth": "true"}),
     ("FLEET_ADDRESSES", {"fleet.prefills": "here:*"}),
     ("FLEET_TWICE", {"fleet.prefills": "a:1", "fleet.decodes": "a:1"}),
     ("FLEET_TLS_PAIR", {"fleet.tls_key": __file__}),

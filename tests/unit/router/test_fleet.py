@@ -12,7 +12,8 @@ import pytest
 from k3.errors import NotFound, RequestRejected
 from k3.rpc.client import ChannelPool
 from router.fleet.instance import Instance, InstanceState, Role
-from router.fleet.pairing import Need, NoPair, Pair, make_rules
+from router.fleet.pairing import Need, NoPair, Pair
+from router.fleet.policies import make_rules
 from router.fleet.registry import Registry
 from tests.unit.router.conftest import until
 from tests.unit.router.fake_engine import FakeEngine

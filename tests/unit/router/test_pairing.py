@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 
 from router.fleet.pairing import (
     InstanceView,
-    LeastLoadedDecode,
     Need,
     NoPair,
     Pair,
-    RoundRobin,
     can_ever_decode,
     capacity_tokens,
     choose,
-    make_rules,
     pages_needed,
     same_layout,
     worst_tokens,
 )
+from router.fleet.policies import LeastLoadedDecode, RoundRobin, make_rules
 
 DECODE = InstanceView(
     "d1", "d1:1", "layout", "digest", max_model_len=1000, max_rows=4, pages_free=20, pages_total=20,
@@ -122,14 +120,14 @@ def test_least_load_weighs_pages_and_rows() -> None:
         replace(DECODE, instance_id="rows", running=2),
         replace(DECODE, instance_id="idle"),
     ]
-    order = LeastLoadedDecode(random.Random(0)).order(views)
+    order = LeastLoadedDecode(random.Random(0)).order(views, NEED)
     assert [view.instance_id for view in order] == ["idle", "rows", "pages"]
 
 
 def test_among_many_the_better_of_two_random_ones_is_first() -> None:
     views = [replace(DECODE, instance_id=f"d{n:02}", running=n) for n in range(20)]
     policy = LeastLoadedDecode(random.Random(3))
-    firsts = {policy.order(views)[0].instance_id for _ in range(50)}
+    firsts = {policy.order(views, NEED)[0].instance_id for _ in range(50)}
     assert len(firsts) > 5
     assert "d19" not in firsts
 
@@ -137,5 +135,5 @@ def test_among_many_the_better_of_two_random_ones_is_first() -> None:
 def test_round_robin_takes_each_in_turn_and_survives_changes() -> None:
     views = [replace(DECODE, instance_id=name) for name in ("a", "b", "c")]
     policy = RoundRobin()
-    assert [policy.order(views)[0].instance_id for _ in range(4)] == ["a", "b", "c", "a"]
-    assert policy.order(views[::2])[0].instance_id == "c"
+    assert [policy.order(views, NEED)[0].instance_id for _ in range(4)] == ["a", "b", "c", "a"]
+    assert policy.order(views[::2], NEED)[0].instance_id == "c"
