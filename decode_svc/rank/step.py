@@ -200,7 +200,7 @@ class VerifyStep:
         if flavour.masks:
             allowed = unpack_mask(self._masks.words_BGW[:n_rows, :group], self._table.vocab_size)
         scores = recipe.scores(logits_BGV, position_BG, batch.drafts_BK, allowed)
-        if self._rule is not None and flavour.sampled:
+        if self._rule is not None and flavour.sampled and group > 1:
             return self._weigh(batch, recipe, scores, position_BG)
         drawn_BG = recipe.draw(scores, position_BG)
         accepted_B = accept(drawn_BG, batch.drafts_BK, batch.draft_len_B)
