@@ -16,6 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k3.errors import K3Error
+from k3.rpc.cache_feed import CacheFeed, CacheTail
 from k3.rpc.status import to_grpc, trailing_metadata
 from k3.v1 import (
     common_pb2,
@@ -50,6 +51,7 @@ class FakeEngine:
     cached_tokens: int = 0
     script: Callable[[decode_pb2.GenerateRequest], Sequence[Step]] | Sequence[Step] = ()
     load: instance_pb2.Load = field(default_factory=instance_pb2.Load)
+    cache: CacheFeed | None = None
     address: str = ""
     requests: list[decode_pb2.GenerateRequest] = field(default_factory=list)
     n_running: int = 0
@@ -127,8 +129,11 @@ class _Instance(instance_pb2_grpc.InstanceServiceServicer):
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[instance_pb2.WatchResponse]:
         e = self._engine
+        tail = CacheTail(lambda: e.cache)
         while True:
-            yield instance_pb2.WatchResponse(instance_id=e.instance_id, load=e.load)
+            load = instance_pb2.WatchResponse(instance_id=e.instance_id, load=e.load)
+            for message in tail.messages(load):
+                yield message
             e.changed.clear()
             try:
                 async with asyncio.timeout(1.0):
