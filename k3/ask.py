@@ -20,7 +20,10 @@ from k3.errors import K3Error
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back. Times in seconds since the request was sent."""
+    """What came back. Times in seconds since the request was sent.
+
+    tokens_per_step: mean of the steps that checked drafts; None where the server does not speculate.
+    """
 
     text: str
     reasoning: str
@@ -29,6 +32,7 @@ class Answer:
     finish_reason: str
     ttft_s: float
     total_s: float
+    tokens_per_step: float | None = None
 
     @property
     def itl_s(self) -> float:
@@ -59,6 +63,7 @@ def ask(
         "max_completion_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "return_spec_stats": True,
     }
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
     try:
@@ -80,6 +85,7 @@ def _read(
     reasoning: list[str] = []
     finish, first = "", 0.0
     usage: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for raw in response:
         line = raw.decode().strip()
         if not line.startswith("data: ") or line == "data: [DONE]":
@@ -88,6 +94,7 @@ def _read(
         if "error" in event:
             raise K3Error(f"the stream ended with an error: {event['error']}")
         usage = event.get("usage") or usage
+        metrics = event.get("metrics") or metrics
         for choice in event["choices"]:
             finish = choice.get("finish_reason") or finish
             for key, kept in (("reasoning_content", reasoning), ("content", text)):
@@ -104,7 +111,15 @@ def _read(
         finish_reason=finish,
         ttft_s=first,
         total_s=time.monotonic() - started,
+        tokens_per_step=_tokens_per_step(metrics),
     )
+
+
+def _tokens_per_step(metrics: dict[str, Any]) -> float | None:
+    speculation: dict[str, Any] | None = metrics.get("speculative_decoding")
+    if speculation is None or not speculation["num_spec_steps"]:
+        return None
+    return float(speculation["mean_acceptance_length"])
 
 
 def main() -> None:

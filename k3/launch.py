@@ -2,42 +2,39 @@
 
 Flags that are not our own go to the services: `--prefill-X` to prefill as `--X`, `--decode-X` to decode, `--router-X`
 to the router; a bare `--X` goes to every service whose configuration has that section, and a bare layout flag (--cp,
---pages, --max-rows, ...) to decode. Exit codes: 0 asked to stop, 2 configuration, 3 model, 4 port in use, 1 other.
+--pages, --max-rows, ...) to decode. The embedded model drafts with its own drafter; `--draft-tokens 0` turns that off.
+Exit codes: 0 asked to stop, 2 configuration, 3 model, 4 port in use, 1 other.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from types import FrameType
 
-from k3.ask import ask
-from k3.bench.suites import read
-from k3.cluster import LocalCluster, MemberFailed, Options
-from k3.errors import ConfigError, K3Error, RequestAborted
+from k3.ask import Answer
+from k3.cluster import LocalCluster, MemberFailed, OnLine, Options
+from k3.demo import comparison, curl_line, demo_questions, show_answer
+from k3.errors import ConfigError, K3Error
 from k3.ports import free_ports, is_free
 
-QUESTION = (
-    "Carlos buys 5 cartons with 17 kites in each. He gives 6 kites to each of 3 boys. "
-    "How many kites does Carlos have left?"
-)
-RECALL = (
-    "passkey_4k"  # the suite whose first item the demo asks: a fact in 4,000 tokens of other text
-)
-SHOWN_CHARS = 300
 ROUTER = ("http-", "fleet-", "admission-")
 EVERYWHERE = ("model", "model-", "telemetry-", "log-")
 ENGINES = (
     *("page-tokens", "cache-page-tokens", "cache-fill-nan", "drafter", "spec-drafter"),
     *("transfer-", "backends-", "serve-"),
 )
+DRAFTER, DRAFT_TOKENS = (
+    "draft-mla",
+    7,
+)  # of the embedded model: drafts, unless something else is chosen
 CLEAR = "\r\033[K"  # of the terminal's line
 PREFIXED = ("prefill", "decode", "router")
 
@@ -126,10 +123,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def say(text: str, end: str = "\n") -> None:
+def say(line: str) -> None:
+    """One line to the person at the terminal."""
+    write(f"{line}\n")
+
+
+def write(text: str) -> None:
     """To the person at the terminal; one that is gone (`k3-local | head`) has asked us to stop."""
     try:
-        sys.stdout.write(text + end)
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -151,7 +153,7 @@ class Progress:
         is_new = self._stages.get(name) != stage
         self._stages[name] = stage
         if self._is_terminal and done.isdigit() and total.isdigit() and total != "0":
-            say(f"{CLEAR}  {name}: {stage} {100 * int(done) // int(total)} %", end="")
+            write(f"{CLEAR}  {name}: {stage} {100 * int(done) // int(total)} %")
         elif is_new:
             say(f"{CLEAR if self._is_terminal else ''}  {name}: {detail}")
 
@@ -165,48 +167,10 @@ def check(cluster: LocalCluster) -> int:
     return worst
 
 
-def curl_line(url: str) -> str:
-    """A line to paste."""
-    body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
-    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-
-
-def answer(cluster: LocalCluster, question: str, stop: Stop) -> None:
-    """Ask, show the answer as it comes and its figures. RequestAborted at a signal."""
-    say(f"\n> {shortened(question)}\n")
-    in_reasoning = False
-
-    def show(piece: str, is_reasoning: bool) -> None:
-        nonlocal in_reasoning
-        if stop.is_asked():
-            raise RequestAborted("stopped while the answer was coming")
-        if in_reasoning and not is_reasoning:
-            say("\n---")
-        in_reasoning = is_reasoning
-        say(piece, end="")
-
-    a = ask(cluster.url, question, show)
-    say(
-        f"\n\nTTFT {a.ttft_s * 1e3:.0f} ms | ITL {a.itl_s * 1e3:.1f} ms | {a.tokens_per_s:.1f} tokens/s"
-        f" | {a.prompt_tokens} tokens in, {a.completion_tokens} out | finish {a.finish_reason}"
-    )
-
-
-def shortened(question: str) -> str:
-    """A question to print: of a long one its first and its last line."""
-    lines = question.splitlines()
-    if len(question) <= SHOWN_CHARS or len(lines) < 3:
-        return question
-    return f"{lines[0]}\n  [{len(lines) - 2} more lines, {len(question)} characters in all]\n  {lines[-1]}"
-
-
-def demo_questions() -> tuple[str, ...]:
-    """A word problem and a fact to recall."""
-    return QUESTION, read(RECALL, 1)[0].turns[0]["content"]
-
-
-def run(cluster: LocalCluster, questions: Sequence[str], deadline_s: float, stop: Stop) -> int:
-    """Start, then answer the questions, or without any serve until a signal; the exit code."""
+def run(
+    cluster: LocalCluster, questions: Sequence[str], deadline_s: float, stop: Stop
+) -> list[Answer]:
+    """Start, then answer the questions, or without any serve until a signal."""
     say(f"starting {', '.join(m.name for m in cluster.members)}")
     cluster.start(
         deadline_s,
@@ -215,50 +179,78 @@ def run(cluster: LocalCluster, questions: Sequence[str], deadline_s: float, stop
     )
     try:
         if stop.is_asked():
-            return 0
-        for question in questions:
-            answer(cluster, question, stop)
+            return []
         if questions:
-            return 0
+            return [show_answer(cluster.url, q, write, stop.is_asked) for q in questions]
         say(f"\nready: {cluster.url}/v1   (Ctrl-C stops)\n\n  {curl_line(cluster.url)}\n")
         while not stop.wait(0.5):
             cluster.check_alive()
-        return 0
+        return []
     finally:
         say("stopping")
         cluster.stop(should_hurry=lambda: stop.count > 1)
 
 
+def demo(options: Options, deadline_s: float, on_line: OnLine | None) -> None:
+    """The built-in questions; then the first one of a cluster without drafts, and what drafts were worth."""
+    stop, questions = Stop(), demo_questions()
+    answers = run(LocalCluster(options, on_line=on_line), questions, deadline_s, stop)
+    if stop.is_asked() or answers[0].tokens_per_step is None:
+        return
+    say("\nthe first question once more, without drafts")
+    without = replace(options, decode_flags=(*options.decode_flags, "--draft-tokens", "0"))
+    answers += run(LocalCluster(without, on_line=on_line), questions[:1], deadline_s, stop)
+    if not stop.is_asked():
+        say(f"\n{comparison(answers[0], answers[-1])}")
+
+
+def options_of(args: argparse.Namespace, rest: Sequence[str]) -> Options:
+    """What to start. ConfigError for words that are no flags."""
+    flags = split_flags(rest)
+    if args.preset and has_own_drafter(flags):
+        flags["prefill"][:0] = ["--drafter", DRAFTER]
+        flags["decode"][:0] = ["--drafter", DRAFTER, "--draft-tokens", str(DRAFT_TOKENS)]
+    return Options(
+        host=args.host,
+        port=0 if args.demo else args.port,
+        n_prefills=args.prefills,
+        n_decodes=args.decodes,
+        preset=args.preset,
+        router_flags=tuple(flags["router"]),
+        prefill_flags=tuple(flags["prefill"]),
+        decode_flags=tuple(flags["decode"]),
+    )
+
+
+def has_own_drafter(flags: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the embedded model runs and nobody chose a drafter: then its own one drafts."""
+    chosen = {word.split("=")[0] for role in ("prefill", "decode") for word in flags[role]}
+    if chosen & {"--model", "--model-path", "--config", "--drafter", "--spec-drafter"}:
+        return False
+    return not any(name in os.environ for name in ("K3_MODEL__PATH", "K3_SPEC__DRAFTER"))
+
+
 def main() -> None:
     """Entry point of `k3-local`."""
     args, rest = parser().parse_known_args()
-    port = 0 if args.demo else args.port
-    if port and not args.check and not is_free(port, args.host):
+    if args.port and not args.demo and not args.check and not is_free(args.port, args.host):
         sys.stderr.write(
-            f"k3-local: port {port} of {args.host} is in use; "
+            f"k3-local: port {args.port} of {args.host} is in use; "
             f"--port {free_ports(1, args.host)[0]} is free, --port 0 takes any\n"
         )
         sys.exit(4)
-    questions = demo_questions() if args.demo else (args.ask,) if args.ask else ()
-    shows_logs = args.logs or not questions
+    shows_logs = args.logs or not (args.ask or args.demo)
+    on_line = (lambda name, line: say(f"[{name}] {line}")) if shows_logs else None
+    code = 0
     try:
-        flags = split_flags(rest)
-        cluster = LocalCluster(
-            Options(
-                host=args.host,
-                port=port,
-                n_prefills=args.prefills,
-                n_decodes=args.decodes,
-                preset=args.preset,
-                router_flags=tuple(flags["router"]),
-                prefill_flags=tuple(flags["prefill"]),
-                decode_flags=tuple(flags["decode"]),
-            ),
-            on_line=(lambda name, line: say(f"[{name}] {line}")) if shows_logs else None,
-        )
-        code = (
-            check(cluster) if args.check else run(cluster, questions, args.start_timeout_s, Stop())
-        )
+        options = options_of(args, rest)
+        if args.check:
+            code = check(LocalCluster(options))
+        elif args.demo:
+            demo(options, args.start_timeout_s, on_line)
+        else:
+            questions = [args.ask] if args.ask else []
+            run(LocalCluster(options, on_line=on_line), questions, args.start_timeout_s, Stop())
     except MemberFailed as error:
         sys.stderr.write(f"k3-local: {error}\n")
         code = error.exit_code if error.exit_code in (2, 3, 4) else 1

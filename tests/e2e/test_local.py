@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from k3.bench.suites import read
-from k3.launch import RECALL
+from k3.demo import RECALL
 from tests.e2e.cluster import children, is_alive, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -106,6 +106,10 @@ def test_the_demo_streams_its_answers_and_leaves_with_zero() -> None:
     assert re.search(r"TTFT \d+ ms \| ITL [\d.]+ ms \| [\d.]+ tokens/s", done.stdout)
     assert "Answer: 67" in done.stdout  # 5 * 17 - 3 * 6
     assert read(RECALL, 1)[0].answer in done.stdout
+    length = re.search(r"\| ([\d.]+) tokens a step", done.stdout)
+    assert length is not None
+    assert float(length[1]) > 3
+    assert re.search(r"speed-up [\d.]+, answers equal", done.stdout), done.stdout
 
 
 def test_the_readmes_examples_work_and_a_signal_ends_all_of_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from k3.cluster import LocalCluster, Options
 from k3.errors import ConfigError
-from k3.launch import split_flags
+from k3.launch import options_of, parser, split_flags
 from k3.ports import PORTS, free_ports, is_free
 
 
@@ -47,6 +47,25 @@ def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
 def test_a_stray_word_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'rows'"):
         split_flags(["--cp=2", "rows"])
+
+
+def flags_of_engines(*words: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    args, rest = parser().parse_known_args(words)
+    options = options_of(args, rest)
+    return options.prefill_flags, options.decode_flags
+
+
+def test_the_embedded_model_drafts_with_its_own_drafter_until_something_else_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = ("--drafter", "draft-mla")
+    assert flags_of_engines() == (own, (*own, "--draft-tokens", "7"))
+    _, decode = flags_of_engines("--draft-tokens", "0")
+    assert decode == (*own, "--draft-tokens", "7", "--draft-tokens", "0")  # the last one counts
+    for chosen in (("--drafter", "d"), ("--spec-drafter=d",), ("--model", "m"), ("--preset", "")):
+        assert not [word for side in flags_of_engines(*chosen) for word in side if "tokens" in word]
+    monkeypatch.setenv("K3_MODEL__PATH", "m")
+    assert flags_of_engines() == ((), ())
 
 
 def test_ports_are_free_different_and_below_those_of_outgoing_connections() -> None:
