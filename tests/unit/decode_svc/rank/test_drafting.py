@@ -105,6 +105,34 @@ def test_requests_with_penalties_speculate_and_get_their_plain_tokens(plain_stag
     assert [a.ids for a in answers] == [a.ids for a in plain]
 
 
+def test_rows_of_one_batch_check_different_numbers_of_drafts(plain_stage):
+    """0 to 7 right drafts beside each other: tokens and log probabilities are the plain ones, all drafts are kept."""
+    n, wanted = 8, LogprobParams(True, 2)
+    kinds = [
+        GREEDY,
+        SamplingParams(temperature=0.8, top_p=0.9, seed=7),
+        SamplingParams(temperature=0.9, top_k=30, seed=3, frequency_penalty=0.7),
+    ]
+    params = [kinds[i % 3] for i in range(n)]
+    plain = LocalEngine(plain_stage, n, 64).generate(prompts(n), 11, params, logprobs=wanted)
+    engine = LocalEngine(plain_stage, n, 64, draft_tokens=7)
+    answers = engine.generate(prompts(n), 1, params, logprobs=wanted)
+    for limits in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0]):
+        for i, answer in enumerate(answers):
+            right = plain[i].ids[len(answer.ids) :][:7]
+            drafts = [*right, *[1] * (7 - len(right))]
+            engine.table.drafts_RK[i + 1] = torch.tensor(drafts)
+        found = engine.step.launch(range(1, n + 1), 50, limits).answers()
+        assert [len(events) - 1 for events in found] == limits
+        for answer, events in zip(answers, found, strict=True):
+            answer.events += events
+    for answer, expected in zip(answers, plain, strict=True):
+        assert answer.ids == expected.ids[: len(answer.ids)]
+        for a, b in zip(answer.events, expected.events, strict=False):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+            assert [i for i, _ in a.top] == [i for i, _ in b.top]
+
+
 def test_log_probabilities_are_those_of_plain_decoding(plain_stage, kind):
     folder, stage = kind
     wanted = LogprobParams(True, 3)

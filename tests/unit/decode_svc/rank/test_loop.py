@@ -13,7 +13,7 @@ import torch
 from decode_svc.rank import loop
 from k3.cache.layout import build_layout
 from k3.cache.storage import Storage
-from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig
+from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig, SpecConfig
 from k3.device import CpuDevice
 from k3.model.k3 import Stage
 from k3.parallel.collectives import solo_groups
@@ -90,9 +90,13 @@ class LaggingDevice(CpuDevice):
         return Event()
 
 
-def context(stage: Stage, plans: Plans, *, lag: int = 0, **schedule: int) -> RankContext:
-    config = replace(CONFIG, schedule=replace(CONFIG.schedule, **schedule))
-    layout = build_layout(stage.spec, Mesh(), 0, page_tokens=4, dtype="float64")
+def context(
+    stage: Stage, plans: Plans, *, lag: int = 0, spec: SpecConfig = CONFIG.spec, **schedule: int
+) -> RankContext:
+    config = replace(CONFIG, schedule=replace(CONFIG.schedule, **schedule), spec=spec)
+    layout = build_layout(
+        stage.spec, Mesh(), 0, page_tokens=4, dtype="float64", columns=1 + spec.draft_tokens
+    )
     storage = Storage(layout, 12, 4, torch.device("cpu"))
     return RankContext(
         config=config,
@@ -187,3 +191,36 @@ def test_a_front_that_overruns_the_depth_is_stopped(stage: Stage) -> None:
 def test_a_front_that_is_gone_ends_the_rank(stage: Stage) -> None:
     with pytest.raises(EOFError):
         loop.run(context(stage, Plans([])))
+
+
+def test_drafts_are_checked_once(stage: Stage) -> None:
+    """Rows whose newest drafts were checked, or that never got any, check none, whatever the plan says."""
+    rank = loop.DecodeRank(context(stage, Plans([]), spec=SpecConfig(draft_tokens=2)))
+    checked: list[int] = []
+    for step, (no_drafts, draft_len) in enumerate(
+        [(True, 2), (False, 2), (False, 1), (True, 2), (False, 2), (False, 2)], 1
+    ):
+        message = plan(step, 1, opens=(1,) if step == 1 else (), group_len=3).plan
+        message.no_drafts = no_drafts
+        message.verify_rows[0].draft_len = draft_len
+        for opened in message.open_rows:
+            opened.draft_len = 2
+        [row] = rank.answer(rank.launch(message)).rows
+        checked.append(row.n_drafts)
+    assert checked == [0, 0, 1, 2, 0, 2]
+
+
+@pytest.mark.parametrize(("acceptance", "keeps"), [("match", False), ("block", True)])
+def test_a_rule_that_weighs_drafts_keeps_what_they_were_drawn_from(
+    stage: Stage, acceptance: str, keeps: bool
+) -> None:
+    spec = SpecConfig(draft_tokens=2, acceptance=acceptance)
+    rank = loop.DecodeRank(context(stage, Plans([]), spec=spec))
+    message = plan(1, 1, opens=(1,), group_len=3).plan
+    message.open_rows[0].draft_len = 2
+    message.open_rows[0].sampling.temperature = 0.8
+    message.open_rows[0].sampling.top_p = 1.0
+    assert len(rank.answer(rank.launch(message)).rows[0].tokens) >= 1
+    kept = rank._table.proposal_RKV
+    assert (kept is not None) == keeps
+    assert kept is None or kept.dtype == torch.float64
