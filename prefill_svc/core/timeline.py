@@ -17,11 +17,12 @@ Cost = Callable[[Plan], float]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt of `prompt_len` tokens that comes at `at`, in the unit of the costs."""
+    """A prompt of `prompt_len` tokens that comes at `at`, in the unit of the costs. chain: hashes of its pages."""
 
     key: int
     prompt_len: int
     at: float = 0.0
+    chain: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def run(
     while True:
         while coming and coming[0].at <= now:
             arrival = coming.popleft()
-            scheduler.submit(arrival.key, arrival.prompt_len, now)
+            scheduler.submit(arrival.key, arrival.prompt_len, now, chain=arrival.chain)
             line.arrived_step[arrival.key] = n_planned
         while (plan := scheduler.plan(now)) is not None:
             n_planned = plan.step_id
