@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from k3.cache import hash_chain
+from k3.config.stages import chunk_costs
 from k3.rank import deployment
 from k3.transfer.plan import Pair, check_pair
 from k3.v1 import instance_pb2, prefill_pb2
 from prefill_svc.core.cache_events import OnEvent, unheard
 from prefill_svc.core.checkpoints import Mode
+from prefill_svc.core.chunk_size import ChunkCost
 from prefill_svc.core.ladder import Ladder, RungPolicy
 from prefill_svc.core.scheduler import Policy, PrefillScheduler
 from prefill_svc.peers import Identity
@@ -56,17 +58,30 @@ class Deployment(deployment.Deployment):
             policy=RungPolicy(cache.checkpoint_rungs),
         )
 
+    def warnings(self) -> list[str]:
+        """What works, but not as well as it could."""
+        cache, budget = self.config.cache, self.mesh.pp * self.config.schedule.token_budget
+        is_held = self.has_cache and self.mesh.pp > 1 and cache.checkpoint_mode == "fork_hold"
+        if is_held and cache.checkpoint_interval < budget:
+            return [
+                f"cache.checkpoint_mode=fork_hold with cache.checkpoint_interval={cache.checkpoint_interval} below "
+                f"parallel.pp * schedule.token_budget = {budget}: stages wait for one another; use fork_at_schedule"
+            ]
+        return []
+
     def scheduler(self, on_event: OnEvent = unheard) -> PrefillScheduler:
         """A scheduler with empty pools; on_event is told what comes to be cached and goes."""
         config = self.config
+        budget, costs = config.schedule.token_budget, chunk_costs(config)
         policy = Policy(
-            token_budget=config.schedule.token_budget,
+            token_budget=budget,
             max_inflight=self.mesh.pp,
             chunk_align=config.cache.page_tokens,
             max_running=config.schedule.max_rows,
             max_queue=config.schedule.max_queue,
-            short_len=config.schedule.token_budget,
+            short_len=budget,
             max_long=self.mesh.pp,
+            chunk_cost=ChunkCost(*costs, budget) if costs else None,
         )
         return PrefillScheduler(
             policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,8 @@ from prefill_svc.cache_log import CacheLog
 from prefill_svc.deployment import Deployment
 from prefill_svc.export import Export, Stream
 from prefill_svc.incarnation import Incarnation
+
+log = logging.getLogger("k3.prefill")
 
 
 class PrefillEngine(GroupEngine[Incarnation]):
@@ -44,6 +47,8 @@ class PrefillEngine(GroupEngine[Incarnation]):
     def _new_life(
         self, instance_id: str, movers: list[plan_pb2.MoverReady], ranks: Ranks
     ) -> Incarnation:
+        for warning in self._prefill.warnings():
+            log.warning(warning)
         return Incarnation(
             self._prefill,
             instance_id,

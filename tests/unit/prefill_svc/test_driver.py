@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig
+from k3.config.tree import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+)
 from k3.errors import GroupFailed, Unavailable
 from k3.rank.lives import MAX_RESTARTS, OnProgress
 from k3.telemetry.metrics import PrefillMetrics
@@ -285,3 +291,37 @@ async def test_before_the_start_requests_are_turned_away() -> None:
     with pytest.raises(Unavailable) as caught:
         world.open()
     assert caught.value.code == "starting"
+
+
+async def test_a_cache_that_makes_stages_wait_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = CacheConfig(
+        page_tokens=8,
+        pages=8,
+        state_slots=4,
+        prefix="on",
+        checkpoint_interval=16,
+        checkpoint_mode="fork_hold",
+    )
+    for pp in (1, 2):
+        world = World(replace(CONFIG, cache=cache, parallel=ParallelConfig(pp=pp)))
+        running = await world.start()
+        assert ("use fork_at_schedule" in caplog.text) == (pp > 1)
+        await world.engine.stop()
+        await running
+
+
+async def test_what_is_cached_is_told_and_flushed() -> None:
+    """Three tokens fill no page, so the cache stays empty; a flush is an event all the same."""
+    cache = CacheConfig(page_tokens=8, pages=8, state_slots=4, prefix="on", checkpoint_interval=8)
+    world = World(replace(CONFIG, cache=cache))
+    assert world.engine.cache_feed() is None
+    running = await world.start()
+    feed = world.engine.cache_feed()
+    assert feed is not None
+    assert feed.instance_id == world.engine.describe().instance_id
+    assert world.engine.flush_cache() == (0, 0)
+    assert feed.seq == 1
+    await world.engine.stop()
+    await running
