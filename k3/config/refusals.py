@@ -29,6 +29,7 @@ from k3.config.rule import (
     unusable_tls,
 )
 from k3.config.spec_rules import SPEC_FIT_RULES, SPEC_RULES
+from k3.config.stages import unfit_chunk_costs
 from k3.config.tree import EngineConfig, RouterConfig
 from k3.model.spec import K3Spec
 
@@ -153,6 +154,15 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         "a step must be able to complete at least one page",
         "raise schedule.token_budget or lower cache.page_tokens",
         lambda c: c.schedule.token_budget < c.cache.page_tokens,
+    ),
+    Rule(
+        "CHUNK_COSTS",
+        PREFILL,
+        ("schedule.chunk_costs",),
+        "schedule.chunk_costs is not four numbers from 0, the last two not both 0",
+        "the length of a chunk is computed from them",
+        "give the costs of a step, a cached token, a token and a pair of tokens, or leave it empty",
+        unfit_chunk_costs,
     ),
     Rule(
         "FENCE_CLOCKS",

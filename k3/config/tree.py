@@ -118,6 +118,11 @@ class ScheduleConfig:
         64, "requests that may wait in this service; more are refused at once", least=0
     )
     token_budget: int = key(512, "prompt tokens of one prefill step", unit="tokens", least=1)
+    chunk_costs: str = key(
+        "",
+        "prefill: relative costs of a step, a cached token, a token and a pair of tokens, as in 40,0,2,0.001; "
+        "chunks then shrink as the prefix grows, so that steps take equally long; empty = off",
+    )
     depth: int = key(2, "decode steps in flight: 1 = synchronous, 2 = overlapped", least=1, most=2)
     plan_timeout_s: float = key(
         60.0, "a plan unanswered for this long fails the rank group", unit="s", least=0.1

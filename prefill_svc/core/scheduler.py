@@ -8,8 +8,7 @@ acknowledgement is judged by those alone.
 A prompt takes all its pages and its state slot when it starts, in order of arrival: what runs can always finish, so
 no deadlock is possible. What earlier prompts left in the cache it skips (`prefix_cache.py`), and where its own state is
 worth keeping its chunks are cut (`ladder.py`). Prompts with little left ("short") get a reserved share of every step;
-long ones share the rest, at most `max_long` of them at a time; whatever nobody of a class uses goes to whoever was
-served least recently.
+long ones share the rest, at most `max_long` at a time; what a class does not use goes to the least recently served.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from k3.errors import QueueFull, RequestRejected
 from prefill_svc.core.budget import Budget
 from prefill_svc.core.cache_events import OnEvent, unheard
 from prefill_svc.core.checkpoints import NO_SLOT, Mode, StateCounts
+from prefill_svc.core.chunk_size import ChunkCost
 from prefill_svc.core.ladder import Ladder
 from prefill_svc.core.prefix_cache import PrefixCache, Prompt, Row
 from prefill_svc.core.request import Event, PrefillRequest, State
@@ -40,6 +40,7 @@ class Policy:
     short_len: a prompt with at most this many tokens left counts as short.
     short_share: part of the budget kept for short prompts.
     max_long: long prompts in the making at once.
+    chunk_cost: shortens chunks as the prefix grows; None = one length.
     """
 
     token_budget: int
@@ -50,6 +51,7 @@ class Policy:
     short_len: int
     short_share: float = 0.25
     max_long: int = 1
+    chunk_cost: ChunkCost | None = None
 
     def __post_init__(self) -> None:
         positive = {
@@ -198,9 +200,7 @@ class PrefillScheduler:
         if len(self._inflight) >= self.policy.max_inflight:
             return None
         grants = self._grants()
-        for request in tuple(
-            self._waiting
-        ):  # before any chunk: a checkpoint never takes the slot of a prompt
+        for request in tuple(self._waiting):  # first: a checkpoint never takes a prompt's slot
             if request.key in grants and not self._start(request, now):
                 break
         served = [r for r in self._running.values() if r.key in grants]
@@ -308,10 +308,7 @@ class PrefillScheduler:
     # ------------------------------------------------------------ making a plan
 
     def _grants(self) -> dict[int, int]:
-        """Tokens of the next step per request: reserve for short ones, shares for long ones, then what is left.
-
-        The reserve is rounded up where it ends inside a prompt: rounded down, its rest would be lost in every step.
-        """
+        """Tokens of the next step per request: reserve for short ones, shares for long ones, then what is left."""
         policy = self.policy
         candidates = self._candidates()
         short = [r for r in candidates if self._is_short(r)]
@@ -320,6 +317,7 @@ class PrefillScheduler:
         reserve = int(policy.short_share * policy.token_budget) if long else policy.token_budget
         for request in short:
             before = budget.left
+            # Rounded down, the rest of the reserve would be lost in every step.
             budget.give(request, -(-reserve // policy.chunk_align) * policy.chunk_align)
             reserve -= before - budget.left
         long.sort(key=_least_recently_served)
@@ -360,6 +358,8 @@ class PrefillScheduler:
     def _cut(self, request: PrefillRequest, tokens: int) -> int:
         """Tokens of the next chunk when it may have `tokens`: it ends where the state is worth keeping."""
         start, demand = request.planned, 0 if request.holding is None else request.holding.demand
+        if self.policy.chunk_cost is not None:
+            tokens = min(tokens, self.policy.chunk_cost.length(start, self.policy.chunk_align))
         return self.ladder.cut(start, start + tokens, request.prompt_len, demand) - start
 
     def _start(self, request: PrefillRequest, now: float) -> bool:

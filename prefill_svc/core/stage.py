@@ -12,7 +12,6 @@ N finished rows, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +24,8 @@ from k3.model.batch import ChunkBatch
 from k3.model.draft_ring import write_rows
 from k3.model.dspark import DraftContext
 from k3.model.k3 import Stage
-from k3.parallel.collectives import Pending
-from k3.parallel.frame import Frame, receive_frame, send_frame
+from k3.parallel.frame import Frame
+from k3.parallel.relay import Relay
 from k3.sampling import RowSampling, TokenCounts, sample, with_logprobs
 from k3.types import LogprobParams, TokenEvent
 
@@ -99,7 +98,9 @@ class ChunkStage:
         self.storage = storage
         self.page_tokens = page_tokens
         self._caches = storage.caches()
-        self._sending: deque[Pending] = deque()
+        self._relay = Relay(
+            stage.groups.pipeline, stage.place, stage.in_layout, stage.dtype, stage.device
+        )
 
     def run(
         self, step_id: int, chunks: Sequence[StageChunk], on_launched: Callable[[], None]
@@ -110,7 +111,7 @@ class ChunkStage:
         """
         stage, place = self.stage, self.stage.place
         batch = self.batch(chunks)
-        incoming = self._incoming(step_id, batch.n_tokens)
+        incoming = self._relay.receive(step_id, batch.n_tokens)
         started = time.perf_counter()
         frame, taps = stage.forward(incoming, self._caches, batch)
         self._write_draft_rows(taps, batch, chunks)
@@ -122,19 +123,8 @@ class ChunkStage:
         on_launched()
         if place.is_last:
             return StageStep(self._finish(frame, batch.cu_lens, chunks), forward_s)
-        self._send(step_id, frame)
+        self._relay.send(step_id, frame)
         return StageStep((), forward_s)
-
-    def _send(self, step_id: int, frame: Frame) -> None:
-        """Hand the frame over without waiting for the next stage: it may still be busy with earlier plans.
-
-        As many frames as plans in flight are kept alive; the oldest is then of an acknowledged plan, so it has left.
-        """
-        place = self.stage.place
-        if len(self._sending) == place.mesh.pp:
-            self._sending.popleft().wait()
-        sending = send_frame(self.stage.groups.pipeline, frame, step_id, place.next)
-        self._sending.append(sending)
 
     def _write_draft_rows(
         self, taps_TXD: Tensor, batch: ChunkBatch, chunks: Sequence[StageChunk]
@@ -167,20 +157,6 @@ class ChunkStage:
             slot_T=torch.cat(slots).to(device),
             read_slots=tuple(chunk.read_slot for chunk in chunks),
             write_slots=tuple(chunk.write_slot for chunk in chunks),
-        )
-
-    def _incoming(self, step_id: int, n_tokens: int) -> Frame | None:
-        stage = self.stage
-        if stage.place.is_first:
-            return None
-        return receive_frame(
-            stage.groups.pipeline,
-            stage.in_layout,
-            n_tokens,
-            step_id,
-            stage.place.previous,
-            stage.dtype,
-            stage.device,
         )
 
     def _zero_tails(self, chunks: Sequence[StageChunk]) -> None:

@@ -15,15 +15,16 @@ pytestmark = pytest.mark.prefill
 P, BUDGET, LONG = 16, 256, 8192
 
 
-def scheduler(pp: int, budget: int = BUDGET) -> PrefillScheduler:
+def scheduler(pp: int, cost: ChunkCost | None = None) -> PrefillScheduler:
     policy = Policy(
-        token_budget=budget,
+        token_budget=BUDGET,
         max_inflight=pp,
         chunk_align=P,
         max_running=999,
         max_queue=999,
-        short_len=budget,
+        short_len=BUDGET,
         max_long=pp,
+        chunk_cost=cost,
     )
     return PrefillScheduler(policy, n_pages=9999, n_slots=999, page_tokens=P)
 
@@ -113,6 +114,26 @@ def test_the_length_of_a_chunk_is_the_longest_that_takes_no_longer_than_the_firs
     assert length % P == 0
     assert length == P or cost.seconds(before, length) <= target * (1 + 1e-6)
     assert length == budget or cost.seconds(before, length + P) > target * (1 - 1e-6)
+
+
+def test_chunks_that_shrink_keep_the_stages_of_a_quadratic_model_busier() -> None:
+    """Steps of one length take longer and longer, and each stage waits for the slowest; equal times do not."""
+    cost = ChunkCost(2.0, 0.0, 0.1, 4e-5, BUDGET)
+
+    def by_pairs(plan: Plan) -> float:
+        (chunk,) = plan.chunks
+        return cost.seconds(chunk.start, chunk.length)
+
+    even, shrinking = (run(scheduler(4, c), 4, by_pairs, [Arrival(1, LONG)]) for c in (None, cost))
+    check_contract(shrinking, 4)
+    lengths = [flight.plan.n_tokens for flight in shrinking.flights[:-1]]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] < BUDGET / 4
+    times = [by_pairs(flight.plan) for flight in shrinking.flights[:-1]]
+    assert max(times) <= by_pairs(shrinking.flights[0].plan) * (1 + 1e-6)
+    assert min(times) >= 0.65 * max(times)
+    assert shrinking.occupancy > even.occupancy + 0.05
+    assert shrinking.makespan < even.makespan
 
 
 def test_costs_that_cannot_be_are_refused() -> None:

@@ -1,0 +1,55 @@
+"""A rank's place in the line of pipeline stages: frames in from the stage before, frames out to the one after.
+
+A send over gloo ends when its receiver takes the message, and the next stage may still be busy with earlier steps: so
+frames are handed over without waiting. As many as there may be steps in flight are kept alive; the oldest of them then
+belongs to a step that was answered, so it has left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from k3.parallel.collectives import Collectives, Pending
+from k3.parallel.frame import Frame, FrameLayout, receive_frame, send_frame
+from k3.parallel.mesh import Place
+
+
+class Relay:
+    """All frames of one rank, in order of the steps."""
+
+    def __init__(
+        self,
+        pipeline: Collectives,
+        place: Place,
+        layout: FrameLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """layout: of the frames that come in."""
+        self._pipeline = pipeline
+        self._place = place
+        self._layout = layout
+        self._dtype, self._device = dtype, device
+        self._sending: deque[Pending] = deque()
+
+    def receive(self, step_id: int, n_tokens: int) -> Frame | None:
+        """The frame of a step, None on the first stage. Raises GroupFailed when another one comes."""
+        if self._place.is_first:
+            return None
+        return receive_frame(
+            self._pipeline,
+            self._layout,
+            n_tokens,
+            step_id,
+            self._place.previous,
+            self._dtype,
+            self._device,
+        )
+
+    def send(self, step_id: int, frame: Frame) -> None:
+        """Hand a frame to the next stage; not on the last one."""
+        if len(self._sending) == self._place.mesh.pp:
+            self._sending.popleft().wait()
+        self._sending.append(send_frame(self._pipeline, frame, step_id, self._place.next))
