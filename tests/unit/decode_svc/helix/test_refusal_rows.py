@@ -91,6 +91,13 @@ def test_f1_only_a_drafter_of_this_family_speculates(tmp_path: Path) -> None:
     assert codes(flags) == {"DRAFTER"}
 
 
+def test_f5_f15_a_group_keeps_its_width_on_a_spread_ledger() -> None:
+    drafting = HELIX | {"spec.draft_tokens": "3", "spec.drafter": "draft-mla"}
+    assert codes(drafting) == set()
+    assert "GATE_HELIX" in codes(drafting | {"spec.gate_window": "8"})
+    assert "CONFIDENCE_HELIX" in codes(drafting | {"spec.draft_schedule": "confidence"})
+
+
 def test_f2_a_drafter_inside_the_target_is_refused() -> None:
     flags = HELIX | {"spec.draft_tokens": "3", "spec.drafter": str(EMBEDDED_MODEL)}
     assert codes(flags) == {"DRAFTER"}
