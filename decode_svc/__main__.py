@@ -39,7 +39,7 @@ async def _serve(config: EngineConfig) -> int:
     def add_services(server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(engine), server)
 
-    pages = {"/admin/ledger": engine.ledger}
+    pages = {"/admin/ledger": engine.ledger, "/admin/drafts": engine.drafts}
     return await serve(engine, config, add_services, (SERVICE_NAME,), engine.metrics, pages)
 
 

@@ -8,7 +8,9 @@ is planned; it is smoothed then, as the drafts of the step that is planned do no
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from decode_svc.draft_schedule import width
 from decode_svc.gate import SpeculationGate
@@ -16,10 +18,21 @@ from decode_svc.request import DecodeRequest
 from k3.calibration import Calibration, calibrated
 
 SMOOTHING = 0.8  # weight of what was known before, for confidences of other drafts than those that are checked
+MAX_SAMPLES = 5000
+
+
+class Sample(NamedTuple):
+    """One group: what the drafter's head said of its drafts, and how many were accepted."""
+
+    confidence: tuple[float, ...]
+    n_accepted: int
 
 
 class DraftPolicy:
-    """gate, calibration: None where they are not wanted. is_stale: confidences are those of earlier drafts."""
+    """gate, calibration: None where they are not wanted. is_stale: confidences are those of earlier drafts.
+
+    `samples`: the newest groups all of whose drafts were checked, for whoever calibrates.
+    """
 
     def __init__(
         self,
@@ -33,6 +46,7 @@ class DraftPolicy:
         self._calibration = calibration
         self._is_stale = is_stale
         self.gate = gate
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
     def width(self, requests: Sequence[DecodeRequest]) -> int | None:
         """Drafts that each of these rows checks at most; None: nothing is proposed either. Call once per step."""
@@ -47,8 +61,13 @@ class DraftPolicy:
             )  # a row that just started: its first group says what its drafts are worth
         return width(known, len(requests), self._calibration.rates)
 
-    def heard(self, request: DecodeRequest, confidence: Sequence[float]) -> None:
-        """A step proposed drafts for a row and said how far it trusts them."""
+    def heard(
+        self, request: DecodeRequest, n_drafts: int, n_accepted: int, confidence: Sequence[float]
+    ) -> None:
+        """What became of a row's drafts, and how far the drafter trusts those it proposed for the next step."""
+        if request.told and n_drafts == len(request.told):
+            self.samples.append(Sample(request.told, n_accepted))
+        request.told = tuple(confidence)
         if self._calibration is None or not confidence:
             return
         temperatures = self._calibration.temperatures[: len(confidence)]

@@ -53,6 +53,16 @@ class DecodeEngine(GroupEngine[Incarnation]):
             return problem(404, "not_found", wrong)
         return Answer(200, holdings(scheduler.ledger, found[-1], self._decode.latent_token_bytes))
 
+    def drafts(self, query: Mapping[str, str]) -> Answer:
+        """`/admin/drafts`: confidences of the newest drafts beside how many were accepted; empty unless observed."""
+        del query
+        try:
+            samples = self.life().scheduler.policy.samples
+        except Unavailable as error:
+            return problem(503, error.code, str(error))
+        found = [{"confidence": s.confidence, "accepted": s.n_accepted} for s in samples]
+        return Answer(200, {"samples": found})
+
     async def stop(self) -> None:
         """End every request, all ranks and the channels. Idempotent."""
         await super().stop()

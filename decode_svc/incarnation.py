@@ -167,6 +167,8 @@ class Incarnation:
             while (plan := scheduler.plan()) is not None:
                 if scheduler.n_plans_in_flight == 1:
                     self._last_result_at = _now()
+                if scheduler.policy.gate is not None:
+                    self._metrics.spec.gate(scheduler.policy.gate.is_open)
                 await self._ranks.send_plan(wire.step_plan(plan))
             if scheduler.n_plans_in_flight == 0:
                 await self._may_plan.wait()

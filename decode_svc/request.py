@@ -147,6 +147,7 @@ class DecodeRequest:
         "read_column",
         "reservation",
         "spec",
+        "told",
         "wait_s",
     )
 
@@ -163,6 +164,7 @@ class DecodeRequest:
         self.draft_valid = False  # prefill's draft rows are in the ring
         self.has_drafts = True  # the newest step that had this row proposed drafts for the next one
         self.confidence: tuple[float, ...] = ()  # calibrated, of each draft; empty while unknown
+        self.told: tuple[float, ...] = ()  # as the drafter gave it for the drafts of the next step
         self.drafts = DraftCount(draft_tokens)
         self.plans_in_flight = 0
         # Over stages the front keeps what the device's row table keeps otherwise.

@@ -319,7 +319,7 @@ class DecodeScheduler:
         request.base += len(result.tokens)
         request.read_column = len(result.tokens) - 1
         request.drafts.add(result.n_drafts, len(result.tokens) - 1)
-        self.policy.heard(request, result.confidence)
+        self.policy.heard(request, result.n_drafts, len(result.tokens) - 1, result.confidence)
         if kept.finish is not None:
             self._finish(request)
         return Progress(request, kept)

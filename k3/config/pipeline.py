@@ -45,7 +45,7 @@ class Pipeline:
             model=FAMILY,
             drafter=METHOD if config.spec.draft_tokens else None,
             options=frozenset({"confidence"})
-            if config.spec.draft_schedule == "confidence"
+            if config.spec.draft_schedule != "fixed"
             else frozenset(),
             has_remote_kv=config.parallel.pp_remote_kv,
         )

@@ -43,7 +43,7 @@ def records(config: EngineConfig) -> int:
 
 def is_by_confidence(config: EngineConfig) -> bool:
     """Whether decode asks the drafter how far it trusts each draft."""
-    return config.role != "prefill" and config.spec.draft_schedule == "confidence"
+    return config.role != "prefill" and config.spec.draft_schedule != "fixed"
 
 
 def window(config: EngineConfig, spec: K3Spec) -> int:

@@ -163,9 +163,9 @@ class SpecConfig:
     )
     draft_schedule: str = key(
         "fixed",
-        "how many drafts decode checks per step: all of them (fixed), or as many as the drafter's confidence and the "
-        "cost of steps make worth while (confidence; needs spec.calibration)",
-        choices=("fixed", "confidence"),
+        "how many drafts decode checks per step: all (fixed; observe: and the drafter's confidences are kept for "
+        "k3-bench calibrate), or as many as confidence and the cost of steps make worth while (confidence)",
+        choices=("fixed", "observe", "confidence"),
     )
     calibration: str = key(
         "", "file of measured step rates and confidence temperatures, made by k3-bench calibrate"

@@ -149,6 +149,21 @@ class SpecMetrics:
             "Requests by how their drafter started: on rows from prefill, or on none.",
             kind=("transferred", "cold"),
         )
+        self.gate_open = d.gauge(
+            "k3_spec_gate_open", "1 while steps propose drafts, 0 while the gate is closed."
+        )
+        self.gate_changes = d.counter(
+            "k3_spec_gate_changes_total", "Times the gate opened or closed.", to=("open", "closed")
+        )
+        self.gate_open.set(1)
+        self._is_open = True
+
+    def gate(self, is_open: bool) -> None:
+        """Where the gate is."""
+        if is_open is not self._is_open:
+            self.gate_changes.labels("open" if is_open else "closed").inc()
+            self.gate_open.set(int(is_open))
+            self._is_open = is_open
 
     def observe(self, n_drafts: int, n_accepted: int) -> None:
         """One row of one step."""

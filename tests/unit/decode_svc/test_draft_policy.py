@@ -161,9 +161,11 @@ def test_confidences_are_calibrated_and_smoothed_when_they_are_late() -> None:
     late = DraftPolicy(K, calibration=hot, is_stale=True)
     s = world(late)
     request = run(s)
-    late.heard(request, (0.9, 0.5, 0.5))
+    late.heard(request, 0, 0, (0.9, 0.5, 0.5))
     assert request.confidence == pytest.approx((0.75, 0.5, 0.5))  # logit 2.197 halved
-    late.heard(request, (0.9, 1.0, 0.0))
+    late.heard(request, 3, 1, (0.9, 1.0, 0.0))
     assert request.confidence == pytest.approx((0.75, 0.6, 0.4), abs=1e-5)
-    late.heard(request, ())
+    late.heard(request, 2, 2, ())
     assert request.confidence == pytest.approx((0.75, 0.6, 0.4), abs=1e-5)
+    late.heard(request, 0, 0, ())
+    assert list(late.samples) == [((0.9, 0.5, 0.5), 1)], "only groups that were checked as a whole"
