@@ -257,6 +257,7 @@ class Incarnation:
             scheduler.state_slots.counts(),
             scheduler.rows.counts(),
         )
+        drafts = scheduler.limits.draft_tokens > 0
         return instance_pb2.Load(
             running=scheduler.n_holding,
             waiting=scheduler.n_waiting,
@@ -268,6 +269,8 @@ class Incarnation:
             state_slots_quarantined=slots.quarantined,
             state_slots_total=slots.total,
             rows_used=rows.held,
+            draft_slots_used=slots.held if drafts else 0,
+            draft_slots_total=slots.total if drafts else 0,
             transfers=self.intake.n_transfers,
             rank_tokens=scheduler.rank_tokens(),
         )

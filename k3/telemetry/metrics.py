@@ -297,6 +297,11 @@ class DecodeMetrics(EngineMetrics):
             "k3_decode_tokens_total", "Tokens emitted, the first ones excluded."
         )
         self.spec = SpecMetrics(d)
+        self.draft_slots = d.gauge(
+            "k3_draft_slots",
+            "Draft rings by state; every state slot has one where drafts are made.",
+            state=("vacant", "live", "quarantined"),
+        )
         self.rank_tokens = d.gauge(
             "k3_helix_rank_tokens",
             "Tokens of running requests in the latent cache of one context-parallel rank.",
@@ -340,6 +345,11 @@ class DecodeMetrics(EngineMetrics):
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.rows_used.set(load.rows_used)
+        quarantined = load.state_slots_quarantined if load.draft_slots_total else 0
+        self.draft_slots.labels("live").set(load.draft_slots_used)
+        self.draft_slots.labels("quarantined").set(quarantined)
+        vacant = load.draft_slots_total - load.draft_slots_used - quarantined
+        self.draft_slots.labels("vacant").set(vacant)
         for cp, n_tokens in enumerate(load.rank_tokens):
             self.rank_tokens.labels(cp).set(n_tokens)
 

@@ -58,6 +58,8 @@ def test_gauges_show_a_load_snapshot():
             state_slots_quarantined=1,
             state_slots_total=9,
             rows_used=2,
+            draft_slots_used=2,
+            draft_slots_total=9,
             transfers=1,
         )
     )
@@ -68,6 +70,9 @@ def test_gauges_show_a_load_snapshot():
         "k3_decode_rows_used 2.0",
         'k3_kv_pages{state="used"} 7.0',
         'k3_state_slots{state="vacant"} 6.0',
+        'k3_draft_slots{state="vacant"} 6.0',
+        'k3_draft_slots{state="live"} 2.0',
+        'k3_draft_slots{state="quarantined"} 1.0',
         "k3_transfer_in_flight 1.0",
     ):
         assert series in text
