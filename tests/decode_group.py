@@ -261,7 +261,7 @@ class DecodeGroup:
         )
         self.model = model
         self._runner = runner
-        self._too_high, self._drafts = too_high, draft_tokens if is_drafting else 0
+        self._too_high = too_high
         self.scheduler = Deployment.of(self.config, "digest").scheduler()
         self.storages = [self._storage(spec, mesh.place(rank)) for rank in range(mesh.size)]
         self._answering = mesh.rank(mesh.pp - 1)
@@ -337,7 +337,7 @@ class DecodeGroup:
     def open_rows(self, requests: Sequence[DecodeRequest]) -> None:
         """Fill and open the rows of queued requests without running a step."""
         self._admit()
-        plan = plan_pb2.StepPlan(open_rows=[wire.open_row(r, self._drafts) for r in requests])
+        plan = plan_pb2.StepPlan(open_rows=[wire.open_row(r) for r in requests])
         for rank in self.ranks:
             apply_rows(rank._table, plan)
             rank._step.open([r.held.row.index for r in requests], max(r.base for r in requests))
