@@ -26,6 +26,8 @@ from tests.model_runner import solo_stage
 pytestmark = [pytest.mark.e2e, pytest.mark.dspark]
 
 SPECULATE = ("--draft-tokens", "7", "--spec-draft-window", "64")
+# random drafts are worth nothing, so the gate closes with the second answer and tries again soon
+GATE = ("--spec-gate-window", "2", "--spec-gate-retry-steps", "3")
 N_ITEMS = 6
 
 
@@ -59,8 +61,9 @@ def counters(cluster: Cluster) -> dict[str, float]:
         ("mla", "prefix", (), True),
         ("gqa", "mixture", ("--parallel-cp", "2"), True),
         ("mla", "mixture", ("--parallel-tp", "2"), False),
+        ("gqa", "prefix", ("--spec-kda-rollback", "replay", *GATE), True),
     ],
-    ids=["mla", "gqa-cp2", "cold-tp2"],
+    ids=["mla", "gqa-cp2", "cold-tp2", "replay-gate"],
 )
 def test_all_prompts_at_once_give_the_tokens_of_a_plain_forward(
     folder, oracle, tmp_path, flavour, stream, layout, prefill_drafts
@@ -82,7 +85,18 @@ def test_all_prompts_at_once_give_the_tokens_of_a_plain_forward(
         kind = "transferred" if prefill_drafts else "cold"
         assert counted[kind] == len(CASES) == counted["transferred"] + counted["cold"]
         assert counted["drafts"] == 7 * counted["steps"] > 0
+        changes = {to: gate_changes(cluster, to) for to in ("open", "closed")}
+        if GATE[0] in layout:
+            assert changes["closed"] >= 1, changes
+            assert changes["open"] in (changes["closed"], changes["closed"] - 1), changes
+        else:
+            assert changes == {"open": 0, "closed": 0}
         cluster.expect_baseline()
+
+
+def gate_changes(cluster: Cluster, to: str) -> int:
+    text = httpx.get(f"http://{cluster.decodes[0].ops}/metrics").text
+    return int(metric(text, "k3_spec_gate_changes_total", to=to) or 0)
 
 
 def questions() -> list[list[dict[str, str]]]:

@@ -1,0 +1,51 @@
+"""What `k3-bench calibrate` makes of measurements; the measuring itself needs a cluster."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from k3.bench import calibrate
+from k3.calibration import Calibration, StepRates
+from k3.errors import ConfigError
+
+pytestmark = pytest.mark.dspark
+
+
+def arguments(*line: str):
+    parser = ArgumentParser()
+    calibrate.add_arguments(parser)
+    return parser.parse_args(["--output", "c.json", *line])
+
+
+def test_sizes_ascend_and_of_two_measurements_of_one_size_the_slower_counts():
+    timed = [(8, 20.0), (1, 50.0), (8, 25.0), (64, 5.0)]
+    assert calibrate.rates(timed) == StepRates((1, 8, 64), (50.0, 20.0, 5.0))
+
+
+def test_only_the_drafted_cluster_drafts_and_it_observes():
+    args = arguments("--batch", "2", "16")
+    drafted, plain = calibrate.options(args, 7), calibrate.options(args, 0)
+    assert drafted.decode_flags[-2:] == ("--spec-draft-schedule", "observe")
+    assert "--drafter" in drafted.prefill_flags
+    assert "--drafter" not in plain.decode_flags
+    assert plain.decode_flags[-2:] == ("--draft-tokens", "0")
+    assert plain.decode_flags[:2] == ("--max-rows", "16")
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
+    found = Calibration("digest", (1.5, 0.75), StepRates((1, 8), (40.0, 12.5)))
+    (tmp_path / "c.json").write_text(json.dumps(found.document()))
+    assert Calibration.read(tmp_path / "c.json") == found
+    assert replace(found, drafter="other") != found
+
+
+def test_nonsense_is_refused_before_anything_starts():
+
+    with pytest.raises(ConfigError, match="--draft-tokens 0"):
+        calibrate.run(arguments("--draft-tokens", "0"), Console())
