@@ -52,7 +52,7 @@ ENGINE_CASES = [
     ("DRAFTER", "prefill", {"spec.drafter": "/nowhere"}),
     ("DRAFTER", "decode", {"spec.draft_tokens": "8", "spec.drafter": "draft-mla"}),
     ("PREFIX_ON_DECODE", "decode", {"cache.prefix": "on"}),
-    ("PREFIX_NOT_AVAILABLE", "prefill", {"cache.prefix": "on"}),
+    ("PREFIX_INTERVAL", "prefill", {"cache.prefix": "on", "cache.checkpoint_interval": "15"}),
     ("PAGE_TOKENS", "decode", {"cache.page_tokens": "48"}),
     ("STATE_SLOTS", "decode", {"cache.state_slots": "1"}),
     ("BUDGET_PAGE", "prefill", {"schedule.token_budget": "15"}),
