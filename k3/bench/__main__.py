@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from k3.bench import calibrate, roofline, serve, spec, step
+from k3.bench import calibrate, prefix, roofline, serve, spec, step
 from k3.bench import eval as evaluation
 from k3.errors import ConfigError, K3Error
 
@@ -20,7 +20,7 @@ def main() -> None:
     p = argparse.ArgumentParser(prog="k3-bench", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
     pipeline = importlib.import_module(PIPELINE)
-    for module in (serve, step, evaluation, spec, calibrate, roofline, pipeline):
+    for module in (serve, step, evaluation, spec, calibrate, prefix, roofline, pipeline):
         name = module.__name__.rsplit(".", 1)[1].removesuffix("_bench")
         sub = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
         module.add_arguments(sub)
