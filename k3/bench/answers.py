@@ -29,6 +29,18 @@ class BadAnswer(K3Error):
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request in token ids: what another engine needs to answer it again. Kept where it is asked for."""
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    temperature: float
+    seed: int
+    limit: int
+    ends_itself: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What came back for one item. `error` is empty when it is complete; with an error it counts as wrong.
 
@@ -45,25 +57,36 @@ class Answer:
     total_s: float
     acceptance: Acceptance | None
     error: str
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class Asker:
     """One server. Made by `open`; `model` is the name it serves, `reports_spec` whether it counts accepted drafts."""
 
     def __init__(
-        self, client: httpx.AsyncClient, concurrency: int, model: str, reports_spec: bool
+        self,
+        client: httpx.AsyncClient,
+        concurrency: int,
+        model: str,
+        reports_spec: bool,
+        keeps_ids: bool = False,
     ) -> None:
         self.model = model
         self.reports_spec = reports_spec
         self._client = client
         self._gate = asyncio.Semaphore(concurrency)
+        self._keeps_ids = keeps_ids
         self._extra: Json = {"return_spec_stats": True} if reports_spec else {}
+        if keeps_ids:
+            self._extra["return_token_ids"] = True
 
     @staticmethod
-    async def open(client: httpx.AsyncClient, concurrency: int) -> Asker:
+    async def open(
+        client: httpx.AsyncClient, concurrency: int, *, keeps_ids: bool = False
+    ) -> Asker:
         """Learn the model's name, and with one token whether `return_spec_stats` is served.
 
-        K3Error when no ready server is there.
+        keeps_ids: answers come with their exchanges. K3Error when no ready server is there.
         """
         probe = {"prompt": "a", "max_tokens": 1, "temperature": 0, "return_spec_stats": True}
         try:
@@ -77,7 +100,7 @@ class Asker:
         if first.status_code != 200 and not refuses_spec:
             raise K3Error(f"{client.base_url}: {_failure(first)}; is it a ready k3-router?")
         model = str(models.json()["data"][0]["id"])
-        return Asker(client, concurrency, model, reports_spec=not refuses_spec)
+        return Asker(client, concurrency, model, not refuses_spec, keeps_ids)
 
     async def suite(
         self, name: str, items: Sequence[Item], on_done: Callable[[Answer], None] = lambda _: None
@@ -101,7 +124,7 @@ class Asker:
         if item.check == "none":
             sampling = {"temperature": 1, "seed": number}
         sampling |= self._extra
-        turns = _Turns(item)
+        turns = _Turns(item, self._keeps_ids)
         try:
             if item.tools is not None:
                 await self._ask_raw(item, turns, sampling | {"max_tokens": limit})
@@ -129,7 +152,7 @@ class Asker:
     ) -> str:
         body = await self._post("/v1/chat/completions", {"messages": list(messages), **settings})
         text = str(_choice(body)["message"]["content"] or "")
-        turns.add(body, text)
+        turns.add(body, text, settings)
         return text
 
     async def _ask_raw(self, item: Item, turns: _Turns, settings: Json) -> None:
@@ -143,7 +166,7 @@ class Asker:
             **settings,
         }
         body = await self._post("/v1/completions", request)
-        turns.add(body, str(_choice(body)["text"]))
+        turns.add(body, str(_choice(body)["text"]), settings)
 
     async def _post(self, path: str, body: Json) -> Json:
         response = await self._client.post(path, json=body)
@@ -155,8 +178,9 @@ class Asker:
 class _Turns:
     """Adds up the turns of one item."""
 
-    def __init__(self, item: Item) -> None:
-        self._item = item
+    def __init__(self, item: Item, keeps_ids: bool) -> None:
+        self._item, self._keeps_ids = item, keeps_ids
+        self._exchanges: list[Exchange] = []
         self._start = time.monotonic()
         self._text = ""
         self._ends_itself = False
@@ -164,7 +188,7 @@ class _Turns:
         self._output_tokens = 0
         self._acceptance: Acceptance | None = None
 
-    def add(self, body: Json, text: str) -> None:
+    def add(self, body: Json, text: str, settings: Json) -> None:
         self._text = text
         self._ends_itself = _choice(body)["finish_reason"] != "length"
         self._prompt_tokens += body["usage"]["prompt_tokens"]
@@ -173,6 +197,8 @@ class _Turns:
         if reported is not None:
             so_far = self._acceptance or Acceptance.none(len(reported.histogram) - 1)
             self._acceptance = so_far.plus(reported)
+        if self._keeps_ids:
+            self._exchanges.append(_exchange(body, settings, self._ends_itself))
 
     def finished(self) -> Answer:
         item, text = self._item, self._text
@@ -192,7 +218,23 @@ class _Turns:
             total_s=time.monotonic() - self._start,
             acceptance=self._acceptance,
             error=error,
+            exchanges=tuple(self._exchanges),
         )
+
+
+def _exchange(body: Json, settings: Json, ends_itself: bool) -> Exchange:
+    """Prompt ids stand beside the choices of a chat, and in the choice of a completion."""
+    choice = _choice(body)
+    prompt = body.get("prompt_token_ids") or choice["prompt_token_ids"]
+    limit = settings.get("max_tokens") or settings["max_completion_tokens"]
+    return Exchange(
+        tuple(prompt),
+        tuple(choice["token_ids"]),
+        float(settings["temperature"]),
+        int(settings.get("seed", 0)),
+        int(limit),
+        ends_itself,
+    )
 
 
 def _choice(body: Json) -> Json:

@@ -1,0 +1,181 @@
+"""Figures of `k3-bench spec`, and how they are shown: tables, Markdown, JSON, a picture.
+
+Gains are against plain decoding of the same suite with as many requests in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from k3.bench.speculation import Acceptance
+
+PLAIN, TOTAL = "plain", "all of these"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One suite in one mode. acceptance: None without drafts; n_different: answers that are not plain decoding's."""
+
+    suite: str
+    mode: str
+    in_flight: int
+    n_items: int
+    n_tokens: int
+    seconds: float
+    acceptance: Acceptance | None
+    n_different: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the time of the suite, prefill included."""
+        return self.n_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def plus(self, other: Figures) -> Figures:
+        """Both suites together."""
+        acceptance = self.acceptance
+        if acceptance is not None and other.acceptance is not None:
+            acceptance = acceptance.plus(other.acceptance)
+        return Figures(
+            TOTAL,
+            self.mode,
+            self.in_flight,
+            self.n_items + other.n_items,
+            self.n_tokens + other.n_tokens,
+            self.seconds + other.seconds,
+            acceptance,
+            self.n_different + other.n_different,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Where the time of decode steps went in one mode. step_s and forward_s are summed over the steps.
+
+    What a step does beside the model's forward: tables, judgement, and with drafts the drafter's context and block.
+    """
+
+    mode: str
+    in_flight: int
+    n_steps: int
+    step_s: float
+    forward_s: float
+
+
+FIGURES = ("suite", "mode", "in flight", "items", "tokens/s", "gain", "tokens/step", "answers")
+COSTS = ("mode", "in flight", "steps", "step ms", "verify ms", "judge + draft ms", "share")
+
+
+def with_totals(figures: Sequence[Figures]) -> list[Figures]:
+    """The figures, and their sums over the suites of a mode where there are several."""
+    sums: dict[tuple[str, int], Figures] = {}
+    for f in figures:
+        key = (f.mode, f.in_flight)
+        sums[key] = f if key not in sums else sums[key].plus(f)
+    ordered = sorted(figures, key=lambda f: (f.suite, f.in_flight))
+    return [*ordered, *(f for f in sums.values() if f.suite == TOTAL)]
+
+
+def gain(f: Figures, figures: Sequence[Figures]) -> float | None:
+    """Tokens/s against plain decoding of the same; None where that was not measured."""
+    for other in figures:
+        if (other.suite, other.mode, other.in_flight) == (f.suite, PLAIN, f.in_flight):
+            return f.tokens_per_s / other.tokens_per_s if other.tokens_per_s > 0 else None
+    return None
+
+
+def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
+    """Cells of `FIGURES`, sums included."""
+    everything = with_totals(figures)
+    rows: list[list[str]] = []
+    for f in everything:
+        factor = gain(f, everything)
+        rows.append(
+            [
+                f.suite,
+                f.mode,
+                str(f.in_flight),
+                str(f.n_items),
+                f"{f.tokens_per_s:.1f}",
+                "-" if factor is None else f"{factor:.2f}",
+                "-" if f.acceptance is None else f"{f.acceptance.length:.3f}",
+                f"{f.n_different} DIFFER" if f.n_different else "equal",
+            ]
+        )
+    return rows
+
+
+def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:
+    """Cells of `COSTS`: means of one step."""
+    rows: list[list[str]] = []
+    for c in costs:
+        n = max(1, c.n_steps)
+        rest = c.step_s - c.forward_s
+        cells = [f"{1e3 * seconds / n:.2f}" for seconds in (c.step_s, c.forward_s, rest)]
+        share = rest / c.step_s if c.step_s > 0 else 0.0
+        rows.append([c.mode, str(c.in_flight), str(c.n_steps), *cells, f"{share:.0%}"])
+    return rows
+
+
+def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """For a terminal; numbers to the right."""
+    out = Table(title=title)
+    for name in names:
+        out.add_column(name, justify="left" if name in ("suite", "mode") else "right")
+    for row in rows:
+        out.add_row(*row)
+    return out
+
+
+def markdown(figures: Sequence[Figures], costs: Sequence[Cost], facts: Mapping[str, str]) -> str:
+    """The tables as a file to keep."""
+    lines = [f"- {name}: {value}" for name, value in facts.items()]
+    for names, rows in ((FIGURES, figure_rows(figures)), (COSTS, cost_rows(costs))):
+        marks = ["---", *("---:" for _ in names[1:])]
+        lines += ["", *(f"| {' | '.join(cells)} |" for cells in (names, marks, *rows))]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(
+    figures: Sequence[Figures], costs: Sequence[Cost], facts: Mapping[str, str]
+) -> dict[str, Any]:
+    """A plain tree."""
+    everything = with_totals(figures)
+    suites: list[dict[str, Any]] = []
+    for f in everything:
+        derived = {"tokens_per_s": f.tokens_per_s, "gain": gain(f, everything)}
+        if f.acceptance is not None:
+            derived["length"] = f.acceptance.length
+        suites.append(asdict(f) | derived)
+    return {"settings": dict(facts), "figures": suites, "steps": [asdict(c) for c in costs]}
+
+
+def plot(figures: Sequence[Figures], path: Path) -> None:
+    """PNG: gain and tokens per step of every suite, a bar for each mode and number in flight."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    plt: Any = pyplot  # its stubs are partial
+    everything = with_totals(figures)
+    shown = [f for f in everything if f.mode != PLAIN]
+    names = [f"{f.suite}, {f.mode}, {f.in_flight}" for f in shown]
+    gains = [gain(f, everything) or 0.0 for f in shown]
+    lengths = [0.0 if f.acceptance is None else f.acceptance.length for f in shown]
+    height = 1.2 + 0.28 * len(shown)
+    figure, axes = plt.subplots(1, 2, figsize=(10, height), sharey=True, layout="constrained")
+    for axis, values, label in zip(
+        axes, (gains, lengths), ("tokens/s against plain decoding", "tokens per step"), strict=True
+    ):
+        axis.barh(names, values, color="tab:blue", alpha=0.8)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(xlabel=label)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
