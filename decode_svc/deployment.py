@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from decode_svc.depth import plan_depth
 from decode_svc.draft_policy import DraftPolicy
 from decode_svc.gate import GateRule, SpeculationGate, no_cost
 from decode_svc.intake.source import Pair
@@ -42,8 +43,9 @@ class Deployment(deployment.Deployment):
             Limits(
                 max_queue=config.schedule.max_queue,
                 max_model_len=config.model.max_model_len,
-                depth=config.schedule.depth,
+                depth=plan_depth(config).steps,
                 draft_tokens=config.spec.draft_tokens,
+                is_staged=self.mesh.pp > 1,
             ),
             pages=PagePool(config.cache.pages),
             state_slots=SlotPool(config.cache.state_slots - self.N_DUMMIES, first=self.N_DUMMIES),

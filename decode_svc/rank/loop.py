@@ -12,16 +12,22 @@ from collections import deque
 from dataclasses import dataclass
 from typing import assert_never
 
+from torch import Tensor
+
 from decode_svc.capacity import table_width
+from decode_svc.depth import plan_depth
 from decode_svc.ledger import Ledger
 from decode_svc.rank.drafting import Drafting
 from decode_svc.rank.graphs import Eager, GraphRunner
 from decode_svc.rank.outcome import Outcome
 from decode_svc.rank.rows import DUMMY_SLOT, RowTable
+from decode_svc.rank.stages import NextDrafts, Passed, RelayStep, place_rows
 from decode_svc.rank.step import VerifyStep, apply_rows
 from k3.config import speculation
+from k3.device import Event
 from k3.model.draft_ring import DraftRing
 from k3.model.layers import wide
+from k3.parallel.relay import Relay
 from k3.rank.context import RankContext
 from k3.rpc.convert import token_to_proto
 from k3.v1 import plan_pb2
@@ -34,8 +40,10 @@ class Launched:
     """A step on its way."""
 
     plan: plan_pb2.StepPlan
-    outcome: Outcome
-    n_drafts: tuple[int, ...]  # checked of each row
+    outcome: Outcome | Passed
+    n_drafts: tuple[int, ...]  # checked of each row that is judged
+    next_drafts: Tensor | None  # of every row, over stages; staged like the outcome
+    event: Event  # behind all of it
     received_s: float
 
 
@@ -45,10 +53,10 @@ class DecodeRank:
     def __init__(self, context: RankContext, runner: GraphRunner | None = None) -> None:
         """runner: how steps are launched; as they come by default."""
         config, spec = context.config, context.spec
-        group = 1 + config.spec.draft_tokens
         ledger = Ledger(config.cache.page_tokens, context.mesh.cp)
         max_len = config.model.max_model_len or spec.max_position_embeddings
-        in_flight = config.schedule.depth - 1
+        depth = plan_depth(config)
+        in_flight = depth.per_row - 1
         width = table_width(ledger, max_len, config.spec.draft_tokens, in_flight)
         max_rows = config.schedule.max_rows
         device = context.stage.device
@@ -64,22 +72,52 @@ class DecodeRank:
             proposals=None if acceptance == "match" else wide(context.stage.dtype),
             confident=speculation.is_by_confidence(config),
         )
-        self._step = VerifyStep(
-            context.stage,
-            context.storage.caches(),
-            self._table,
+        self._step, self._next = self._make_step(ledger, acceptance, depth.steps, runner)
+        self._max_rows = max_rows
+        self._last_step = 0
+        self._drafted: set[int] = set()  # rows with drafts that no step has looked at
+
+    def _make_step(
+        self, ledger: Ledger, acceptance: str, depth: int, runner: GraphRunner | None
+    ) -> tuple[VerifyStep | RelayStep, NextDrafts | None]:
+        """How this rank's stage runs steps, and what it sends the front for the next ones."""
+        context, table = self._context, self._table
+        stage, config = context.stage, context.config
+        caches, max_rows = context.storage.caches(), config.schedule.max_rows
+        group, is_staged = 1 + config.spec.draft_tokens, context.mesh.pp > 1
+        relay = None
+        if is_staged:
+            pipeline = stage.groups.pipeline
+            relay = Relay(pipeline, stage.place, stage.in_layout, stage.dtype, stage.device)
+        if relay is not None and not stage.place.is_last:
+            step = RelayStep(
+                stage,
+                caches,
+                table,
+                ledger,
+                relay,
+                context.device,
+                max_rows=max_rows,
+                group=group,
+            )
+            return step, None
+        step = VerifyStep(
+            stage,
+            caches,
+            table,
             ledger,
             runner or Eager(),
             context.device,
             max_rows=max_rows,
             group=group,
-            depth=config.schedule.depth,
-            drafting=_drafting(context, self._table),
+            depth=depth,
+            drafting=_drafting(context, table),
             acceptance=acceptance,
+            relay=relay,
         )
-        self._max_rows = max_rows
-        self._last_step = 0
-        self._drafted: set[int] = set()  # rows with drafts that no step has looked at
+        if not is_staged or group == 1:
+            return step, None
+        return step, NextDrafts(table, context.device, max_rows=max_rows, depth=depth)
 
     def warm_up(self) -> None:
         """Touch every kernel on the dummy row before the first request."""
@@ -103,23 +141,37 @@ class DecodeRank:
             )
         self._last_step = plan.step_id
         apply_rows(self._table, plan)
+        place_rows(self._table, plan.verify_rows)
         drafting = [row for row in plan.open_rows if row.draft_len and not plan.no_drafts]
         self._drafted.difference_update(row.row for row in plan.open_rows)
         self._drafted.update(row.row for row in drafting)
         self._step.open(
             [row.row for row in drafting], max((row.base for row in drafting), default=0)
         )
-        n_drafts = tuple(self._n_drafts(row, plan.group_len - 1) for row in plan.verify_rows)
-        outcome = self._step.launch(
-            [row.row for row in plan.verify_rows],
-            max(row.base_bound for row in plan.verify_rows),
+        judged = [row for row in plan.verify_rows if not row.opens]
+        n_drafts = tuple(self._n_drafts(row, plan.group_len - 1) for row in judged)
+        outcome = self._run(plan, judged, n_drafts)
+        next_drafts = None
+        if self._next is not None and not plan.no_drafts:
+            next_drafts = self._next.stage([row.row for row in plan.verify_rows])
+        seen = {row.row for row in judged}
+        self._drafted = self._drafted - seen if plan.no_drafts else self._drafted | seen
+        event = self._context.device.record()
+        return Launched(plan, outcome, n_drafts, next_drafts, event, received_s)
+
+    def _run(
+        self, plan: plan_pb2.StepPlan, judged: list[plan_pb2.VerifyRow], n_drafts: tuple[int, ...]
+    ) -> Outcome | Passed:
+        """The verify groups of a plan; one that only opens rows has none."""
+        if not judged:
+            return Passed(self._context.device.record(), 0.0)
+        return self._step.launch(
+            [row.row for row in judged],
+            max(row.base_bound for row in judged),
             n_drafts,
             group=plan.group_len,
             proposes=not plan.no_drafts,
         )
-        judged = {row.row for row in plan.verify_rows}
-        self._drafted = self._drafted - judged if plan.no_drafts else self._drafted | judged
-        return Launched(plan, outcome, n_drafts, received_s)
 
     def _n_drafts(self, row: plan_pb2.VerifyRow, room: int) -> int:
         """Drafts of the row that this plan checks, at most `room`; the rest of its group is padding.
@@ -135,19 +187,30 @@ class DecodeRank:
     def answer(self, launched: Launched) -> plan_pb2.StepResult:
         """The acknowledgement of a step; waits for the device."""
         result = plan_pb2.StepResult(step_id=launched.plan.step_id)
-        outcome = launched.outcome
-        answers = zip(
-            launched.plan.verify_rows,
-            launched.n_drafts,
-            outcome.answers(),
-            outcome.confidence(),
-            strict=True,
-        )
-        for row, n_drafts, tokens, confidence in answers:
-            entry = result.rows.add(row=row.row, epoch=row.epoch)
-            entry.tokens.extend([token_to_proto(token) for token in tokens])
-            entry.n_drafts = n_drafts
-            entry.confidence.extend(confidence)
+        entries = [
+            result.rows.add(row=row.row, epoch=row.epoch) for row in launched.plan.verify_rows
+        ]
+        judged = [
+            entry
+            for entry, row in zip(entries, launched.plan.verify_rows, strict=True)
+            if not row.opens
+        ]
+        if isinstance(launched.outcome, Outcome):
+            answers = zip(
+                judged,
+                launched.n_drafts,
+                launched.outcome.answers(),
+                launched.outcome.confidence(),
+                strict=True,
+            )
+            for entry, n_drafts, tokens, confidence in answers:
+                entry.tokens.extend([token_to_proto(token) for token in tokens])
+                entry.n_drafts = n_drafts
+                entry.confidence.extend(confidence)
+        if launched.next_drafts is not None:
+            launched.event.synchronize()
+            for entry, drafts in zip(entries, launched.next_drafts.tolist(), strict=True):
+                entry.next_drafts.extend(drafts)
         result.step_s = time.perf_counter() - launched.received_s
         result.forward_s = launched.outcome.forward_s
         return result
@@ -158,8 +221,9 @@ def run(context: RankContext) -> None:
     rank = DecodeRank(context)
     rank.warm_up()
     context.plans.send(plan_pb2.RankMessage(ready=plan_pb2.RankReady()))
-    answers = context.rank == 0  # one acknowledgement per plan for the whole group
-    depth = context.config.schedule.depth
+    place = context.stage.place
+    answers = place.is_last and place.shard.index == 0  # one acknowledgement per plan for the group
+    depth = plan_depth(context.config).steps
     pending: deque[Launched] = deque()
     while True:
         messages = _next_messages(context, pending)
@@ -169,9 +233,9 @@ def run(context: RankContext) -> None:
                     if len(pending) >= depth:
                         if answers:
                             raise ValueError(
-                                f"plan {message.plan.step_id} with {len(pending)} unanswered: schedule.depth={depth}"
+                                f"plan {message.plan.step_id} with {len(pending)} unanswered: depth={depth}"
                             )
-                        pending.popleft().outcome.event.synchronize()  # rank 0 has answered it
+                        pending.popleft().event.synchronize()  # another rank has answered it
                     pending.append(rank.launch(message.plan))
                 case "shutdown":
                     return
@@ -179,12 +243,12 @@ def run(context: RankContext) -> None:
                     raise ValueError(f"a running rank got {message.WhichOneof('message')!r}")
                 case other:
                     assert_never(other)
-        while pending and (pending[0].outcome.event.query() or not messages):
+        while pending and (pending[0].event.query() or not messages):
             oldest = pending.popleft()
             if answers:
                 context.plans.send(plan_pb2.RankMessage(result=rank.answer(oldest)))
             else:
-                oldest.outcome.event.synchronize()
+                oldest.event.synchronize()
 
 
 def _drafting(context: RankContext, table: RowTable) -> Drafting | None:
@@ -199,7 +263,7 @@ def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_
     """What the front says; with steps on the device only until the oldest of them is done (then empty)."""
     if not pending:
         return [context.plans.receive()]
-    while not pending[0].outcome.event.query():
+    while not pending[0].event.query():
         messages = context.plans.receive_ready()
         if messages:
             return messages

@@ -29,6 +29,7 @@ from k3.device import Device
 from k3.edits import unpack_mask
 from k3.model.batch import StageCaches
 from k3.model.k3 import Stage
+from k3.parallel.relay import Relay
 from k3.sampling import Flavour, Purpose, Recipe, RowSampling, one_hot, pick
 from k3.v1 import plan_pb2
 
@@ -73,10 +74,12 @@ class VerifyStep:
         depth: int,
         drafting: Drafting | None = None,
         acceptance: str = "match",
+        relay: Relay | None = None,
     ) -> None:
         """depth: outcomes that may be unread at once. drafting: proposes drafts, where there is a drafter.
 
         acceptance: `match`, or a rule that weighs drafts (`k3/acceptance.py`), for which the table keeps proposals.
+        relay: brings the frame of the stage before, where there is one (`stages.py`).
         """
         if acceptance not in NAMES:
             raise ValueError(f"acceptance={acceptance!r}: expected one of {', '.join(NAMES)}")
@@ -97,6 +100,7 @@ class VerifyStep:
         self._unread: deque[tuple[Outcome, tuple[Grammar | None, ...]]] = deque()
         self._composition: Composition | None = None
         self._forward_s = 0.0
+        self._relay, self._n_steps = relay, 0
 
     def warm_up(self, bucket: int) -> None:
         """Run a bucket of dummy rows: no page is written, no request's state is touched."""
@@ -132,6 +136,7 @@ class VerifyStep:
         there is room for by default. proposes: whether the rows get drafts for their next group. All ranks launch the
         same steps; every rank takes rank 0's tokens, so rows cannot drift apart.
         """
+        self._n_steps += 1
         group = group or self.group
         if limits is None and group < self.group:
             limits = (group - 1,) * len(rows)
@@ -170,8 +175,11 @@ class VerifyStep:
         """The step itself, over the buffers alone."""
         stage, table, flavour = self._stage, self._table, key.flavour
         batch = self._buffers.derive(key.n_rows, key.max_len, key.group)
+        incoming = None
+        if self._relay is not None:
+            incoming = self._relay.receive(self._n_steps, batch.verify.n_tokens)
         started = time.perf_counter()
-        frame, taps = stage.forward(None, self._caches, batch.verify)
+        frame, taps = stage.forward(incoming, self._caches, batch.verify)
         logits = stage.logits(stage.hidden(frame)).unflatten(0, (key.n_rows, key.group))
         self._forward_s = time.perf_counter() - started
         drawn_BX = stage.groups.shard.broadcast(self._judge(batch, logits, flavour))

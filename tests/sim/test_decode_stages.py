@@ -1,0 +1,112 @@
+"""Decode over pipeline stages: tokens and acceptance are those of one stage, whatever the drafts.
+
+Real ranks on threads under the service's own scheduler and wire, several requests, so that every stage has plans of
+its own rows in flight. Drafters whose sequential heads know the answers end groups after none, some and all drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from k3.model.spec import K3Spec
+from k3.parallel.mesh import Mesh
+from k3.types import SamplingParams, TokenEvent
+from tests.decode_group import Ask, DecodeGroup, Model, Prefill
+from tests.drafters import LocalEngine, random_drafter
+from tests.e2e.oracle import Oracle
+from tests.model_runner import solo_stage
+
+pytestmark = pytest.mark.prefill
+
+NANO = Path(__file__).parents[1] / "golden" / "k3"
+SPEC = K3Spec.from_folder(NANO)
+LENGTHS = (1, 3, 4, 5, 8, 13, 30)
+N_TOKENS = 12
+LONGEST = max(LENGTHS) + N_TOKENS
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=100),
+    SamplingParams(temperature=0.0, presence_penalty=0.7, repetition_penalty=1.2),
+)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(SPEC.vocab_size) for _ in range(n)] for n in LENGTHS]
+
+
+PROMPTS = prompts()
+HOW = [PARAMS[i % len(PARAMS)] for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[list[int]]:
+    """Answers of plain decoding, each token checked against a forward without caches."""
+    oracle, stage = Oracle(NANO), solo_stage(NANO, "float64")
+    plain = LocalEngine(stage, len(PROMPTS), LONGEST).generate(PROMPTS, N_TOKENS, HOW)
+    answers = [answer.ids for answer in plain]
+    for prompt, ids, how in zip(PROMPTS, answers, HOW, strict=True):
+        assert [event.id for event in oracle.redraw(prompt, ids, how)] == ids
+    return answers
+
+
+@pytest.fixture(scope="module", params=["off", "mla", "gqa"])
+def drafter(request, truth, tmp_path_factory) -> Path | None:
+    if request.param == "off":
+        return None
+    stream = {"mla": "mixture", "gqa": "prefix"}[request.param]
+    known = [pair for ids in truth for pair in pairwise(ids)]
+    folder = tmp_path_factory.mktemp("drafter") / request.param
+    return random_drafter(folder, SPEC, request.param, 11, stream, follows=known)
+
+
+@pytest.fixture(scope="module")
+def asks(drafter, truth) -> list[Ask]:
+    prefill = Prefill(NANO, drafter)
+    return [
+        Ask(
+            PROMPTS[i],
+            prefill(PROMPTS[i]),
+            TokenEvent(truth[i][0]),
+            HOW[i],
+            n_tokens=N_TOKENS - i % 4,
+            leaves_after=3 if i % 5 == 0 else 0,
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+def play(mesh: Mesh, drafter: Path | None, asks: list[Ask], max_rows: int) -> DecodeGroup:
+    return DecodeGroup(
+        Model.open(NANO, mesh, drafter),
+        max_rows=max_rows,
+        max_len=LONGEST,
+        depth=2,
+        draft_tokens=7 if drafter is not None else 0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "max_rows"), [(Mesh(2), 5), (Mesh(2, 2), 2), (Mesh(2), 1)], ids=str
+)
+def test_tokens_are_those_of_plain_decoding(mesh, max_rows, drafter, asks, truth) -> None:
+    group = play(mesh, drafter, asks, max_rows)
+    for i, (ask, ids) in enumerate(zip(asks, group.play(asks), strict=True)):
+        assert ids == truth[i][: ask.n_tokens], f"prompt of {LENGTHS[i]} tokens"
+
+
+def test_drafts_are_accepted_as_often_as_on_one_stage(drafter, asks) -> None:
+    """Nobody leaves here, so both run the same groups; the first drafts come from the rows prefill handed over."""
+    if drafter is None:
+        pytest.skip("nothing is drafted")
+    staying = [ask for ask in asks if not ask.leaves_after]
+    groups = [play(mesh, drafter, staying, 5) for mesh in (Mesh(), Mesh(2))]
+    answers = [group.play(staying) for group in groups]
+    assert answers[0] == answers[1]
+    accepted = [group.accepted() for group in groups]
+    assert accepted[0] == accepted[1]
+    assert sum(n > 0 for n in accepted[0]) > 2, f"too easy: {accepted}"
