@@ -42,6 +42,7 @@ class TableBuffers:
         self._cp_rank = cp_rank
         self.group = group
         width, device = table.pages_RW.shape[1], table.device
+        self._room = width * ledger.page_tokens  # keys a row can have on this rank
         n = max_rows * group
 
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -125,6 +126,6 @@ class TableBuffers:
             state_slots_B=self._slots[:n],
             read_column_B=self._columns[:n],
             group=group,
-            max_bound=ledger.local_len(max_len, self._cp_rank),
+            max_bound=min(ledger.local_len(max_len, self._cp_rank), self._room),
         )
         return GroupBatch(batch, rows_B, base_B, drafts_BK, draft_len_B, self._next_T[:t])
