@@ -179,6 +179,9 @@ class World:
     def check_sent(self, key: int) -> None:
         request, digests = self.scheduler.request(key), self.prompts[key].digests
         assert request is not None
+        assert request.holding is not None
+        if request.holding.tenant.source != NO_SLOT:
+            raise CorruptState(f"prompt {key} has its state in another slot than its own")
         self.check_pages(request.pages, digests, request.prompt_len)
         if self.slot_memory.get(request.slot) != digests[-1]:
             raise CorruptState(f"slot {request.slot} sent for prompt {key}")

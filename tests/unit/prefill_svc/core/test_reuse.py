@@ -254,3 +254,34 @@ def test_a_held_chunk_lies_strictly_inside_its_prompt() -> None:
             end = plan.chunks[0].end
             assert s.n_held == (end < n)
             acknowledge(s, plan)
+
+
+@pytest.mark.parametrize("mode", Mode, ids=[mode.value for mode in Mode])
+def test_a_computed_prompt_has_its_state_in_its_own_slot(mode: Mode) -> None:
+    """[14, 15, 16, 25, 45] No generation step ever has to read another slot than it writes, so none can forget to."""
+    for n in range(1, 40):
+        s = scheduler(mode=mode, inflight=2, budget=12)
+        submit(s, 1, n)
+        plan = None
+        while plan is None or not plan.chunks[0].is_final:
+            plan = next_plan(s)
+            acknowledge(s, plan)
+        holding = s.request(1).holding
+        assert holding.tenant.source == NO_SLOT
+        assert holding.tenant.live == plan.chunks[0].write_slot
+
+
+def test_a_slot_that_is_handed_out_anew_is_written_before_it_is_read() -> None:
+    """[29] Whoever starts from zero reads nothing, whoever forks reads the checkpoint: no tenant's rest is seen."""
+    s = scheduler(n_slots=2)
+    for key in range(1, 6):
+        submit(s, key, 30, own=30)
+        first = True
+        while s.request(key) is not None:
+            plan = next_plan(s)
+            (chunk,) = plan.chunks
+            assert (chunk.read_slot == NO_SLOT) == first
+            first = False
+            acknowledge(s, plan)
+            if chunk.is_final:
+                s.release(key)
