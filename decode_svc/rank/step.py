@@ -223,9 +223,8 @@ class VerifyStep:
         p_BGV = recipe.probabilities(scores_BGV)
         n_drafts = batch.drafts_BK.shape[1]
         q_BKV = self._table.proposal_RKV[batch.rows_B, :n_drafts].to(p_BGV.dtype)
-        if (
-            recipe.flavour.greedy
-        ):  # their drafts are best guesses, and a batch of them alone keeps no proposals
+        # drafts of greedy requests are best guesses, and a batch of such requests alone keeps no proposals
+        if recipe.flavour.greedy:
             guess = one_hot(batch.drafts_BK, q_BKV.shape[-1], q_BKV.dtype)
             q_BKV = torch.where(recipe.params.greedy_B.view(-1, 1, 1), guess, q_BKV)
         u_BK = recipe.params.uniform(
