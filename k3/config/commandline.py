@@ -52,6 +52,7 @@ ROUTER_ALIASES = {
     "--max-body-bytes": "http.max_body_bytes",
     "--request-timeout": "http.request_timeout_s",
     "--cors-origin": "http.cors_origins",
+    "--per-request-spec-stats": "http.per_request_spec_stats",
     "--drain-delay": "http.drain_delay_s",
     "--drain-timeout": "http.drain_timeout_s",
     "--log-format": "telemetry.log_format",

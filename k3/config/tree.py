@@ -317,6 +317,11 @@ class HttpConfig:
         0, "cap on the default output length; 0 = rest of context", unit="tokens", least=0
     )
     strict_params: bool = key(False, "refuse unknown fields instead of ignoring them")
+    per_request_spec_stats: str = key(
+        "off",
+        "summary: every answer of one choice says how its drafts fared; off: where return_spec_stats asks for it",
+        choices=("off", "summary"),
+    )
     drain_delay_s: float = key(
         5.0, "after SIGTERM new requests are still served for this long", unit="s", least=0
     )

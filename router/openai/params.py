@@ -222,12 +222,19 @@ def _job(
         start=start,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
-        return_spec_stats=bool(body.return_spec_stats),
+        return_spec_stats=_wants_spec_stats(body, settings),
         is_stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         timeout_s=caller.timeout_s,
     )
+
+
+def _wants_spec_stats(body: GenerationBody, settings: Settings) -> bool:
+    """As the request says; where it says nothing, as the server is set."""
+    if body.return_spec_stats is not None:
+        return body.return_spec_stats
+    return settings.http.per_request_spec_stats == "summary"
 
 
 def _sampling(body: GenerationBody, folder: ModelFolder, min_tokens: int) -> SamplingParams:

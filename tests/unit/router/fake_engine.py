@@ -16,8 +16,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k3.errors import K3Error
+from k3.rpc import convert
 from k3.rpc.cache_feed import CacheFeed, CacheTail
 from k3.rpc.status import to_grpc, trailing_metadata
+from k3.types import Speculation
 from k3.v1 import (
     common_pb2,
     decode_pb2,
@@ -49,6 +51,7 @@ class FakeEngine:
     finish: int = common_pb2.FINISH_REASON_STOP
     stop_token_id: int | None = None
     cached_tokens: int = 0
+    speculation: Speculation | None = None
     script: Callable[[decode_pb2.GenerateRequest], Sequence[Step]] | Sequence[Step] = ()
     load: instance_pb2.Load = field(default_factory=instance_pb2.Load)
     cache: CacheFeed | None = None
@@ -195,6 +198,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                     ),
                     times=decode_pb2.StageTimes(prefill_s=0.01, transfer_s=0.002, decode_s=0.1),
                     prefill_instance_id="prefill-a",
+                    speculation=convert.speculation_to_proto(e.speculation),
                 )
             )
         except asyncio.CancelledError:

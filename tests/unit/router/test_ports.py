@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from k3.config.tree import HttpConfig
+from k3.types import Speculation
 from router.__main__ import bind
 from router.text.folder import ModelFolder
 from tests.unit.router.conftest import RunningRouter, running_router, until
@@ -181,6 +182,28 @@ async def test_strict_parameters_refuse_unknown_fields(folder: ModelFolder) -> N
         origin = {"origin": "https://a.example"}
         answer = await router.client.get("/health", headers=origin)
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+async def test_a_server_may_report_how_drafts_fared_without_being_asked(
+    folder: ModelFolder,
+) -> None:
+    http = HttpConfig(per_request_spec_stats="summary")
+    async with running_router(folder, http=http) as router:
+        router.decode.script = [[5, 6, 7]]
+        for speculation in (Speculation((1, 0, 1), 4), None):
+            router.decode.speculation = speculation
+            bodies = [
+                (await router.client.post(TEXT, json={"prompt": "x"} | more)).json()
+                for more in ({}, {"return_spec_stats": False}, {"n": 2})
+            ]
+            reported = [body.get("metrics") for body in bodies]
+            assert reported[1:] == [None, None]
+            if speculation is None:
+                assert reported[0] is None
+                continue
+            statistics = reported[0]["speculative_decoding"]
+            assert statistics["acceptance_histogram"] == [1, 0, 1]
+            assert statistics["mean_acceptance_length"] == 2.0
 
 
 def test_the_router_holds_neither_torch_nor_much_memory() -> None:
