@@ -32,7 +32,7 @@ from tests.model_runner import Pools, Request
 
 CPU = torch.device("cpu")
 MASK = 1
-KNOWN = 20.0  # how much louder the sequential head's own knowledge is than its noise
+KNOWN = 20.0  # loud enough to decide nearly every draft
 
 
 def random_drafter(
@@ -43,10 +43,12 @@ def random_drafter(
     stream: str = "prefix",
     block: int = 7,
     follows: Sequence[tuple[int, int]] = (),
+    loudness: float = KNOWN,
 ) -> Path:
     """A drafter folder of this target with random weights; taps in an order that is not ascending.
 
-    follows: (token, next token) pairs that the sequential head knows, so that some drafts are accepted.
+    follows: (token, next token) pairs that the sequential head knows, so that some drafts are accepted. loudness: how
+    much louder than its noise, which is about as loud as what the block itself says.
     """
     h = target.hidden_size
     inner: dict[str, Any] = {
@@ -84,7 +86,7 @@ def random_drafter(
     if follows:
         previous, following = torch.tensor(list(follows)).T
         known = tensors["markov_head.markov_w1.weight"][previous]
-        tensors["markov_head.markov_w2.weight"].index_add_(0, following, KNOWN * known)
+        tensors["markov_head.markov_w2.weight"].index_add_(0, following, loudness * known)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")

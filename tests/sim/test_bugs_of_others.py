@@ -2,7 +2,8 @@
 
 Most are silent: tokens stay right and only drafts get worse. So drafts themselves are compared, with those of a witness
 that has no steps, no pages and no rings: one forward over everything before the anchor, at absolute positions. The
-numbers are those of the list the design keeps.
+numbers are those of the list the design keeps. Not here: 5, positions of a chunk (tests of prefill's stage); 11 and 18,
+stale confidences and missing proposals (tests of decode's ranks); 13 and 14, YaRN, eps and scales (golden drafters).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ LONGEST = max(LENGTHS) + N_TOKENS
 GREEDY = SamplingParams(temperature=0.0)
 FLAVOURS = {"mla": "prefix", "gqa": "mixture"}
 FAR = 1 << 40
+QUIET = 0.6  # what the block says decides most drafts, and some are accepted
 
 
 def prompts() -> list[list[int]]:
@@ -69,13 +71,15 @@ def truth() -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def folder(truth, tmp_path_factory):
-    """Drafter folders by flavour; they know half of what follows what."""
+    """Drafter folders by flavour; they half know what follows what."""
     known = [pair for answers in truth.values() for ids in answers for pair in pairwise(ids)]
 
     @cache
     def make(flavour: str) -> Path:
         path = tmp_path_factory.mktemp("drafter") / flavour
-        return random_drafter(path, SPEC, flavour, 4, FLAVOURS[flavour], follows=known[::2])
+        return random_drafter(
+            path, SPEC, flavour, 4, FLAVOURS[flavour], follows=known, loudness=QUIET
+        )
 
     return make
 
@@ -226,14 +230,6 @@ def test_04_a_handed_over_request_drafts_at_its_absolute_position(model, witness
     ids = [*PROMPTS[7], truth["greedy"][7][0]]
     assert table.base_R[1] == len(PROMPTS[7])
     assert table.drafts_RK[1].tolist() == witness.drafts(ids)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 4, 30])
-def test_05_rows_of_a_chunk_lie_at_positions_of_the_prompt(flavour, folder, sent, chunk):
-    again = Prefill(NANO, folder(flavour))(PROMPTS[7], chunk=chunk)
-    rows = len(PROMPTS[7])
-    found, wanted = (x["draft"].movedim(-2, 1).flatten(0, 1)[:rows] for x in (again, sent[7]))
-    assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_06_rings_are_as_many_as_state_slots_whatever_a_step_is_padded_to(model):
