@@ -169,3 +169,22 @@ def test_confidences_are_calibrated_and_smoothed_when_they_are_late() -> None:
     assert request.confidence == pytest.approx((0.75, 0.6, 0.4), abs=1e-5)
     late.heard(request, 0, 0, ())
     assert list(late.samples) == [((0.9, 0.5, 0.5), 1)], "only groups that were checked as a whole"
+
+
+def test_11_confidence_of_an_earlier_tenant_of_a_row_is_never_used() -> None:
+    """It is kept with the request, and the answer of a step in flight for one that left says nothing."""
+    per_s = [100.0 / (1 + 0.1 * n) for n in range(16)]
+    s = world(DraftPolicy(K, calibration=calibration(*per_s)), depth=2)
+    first = run(s)
+    answer(s, take(s), (0.01, 0.9, 0.9))
+    assert first.confidence
+    flying = take(s)
+    assert lengths(flying) == [0]
+    s.abort(first)
+    answer(s, flying, (0.99, 0.99, 0.99))
+    assert first.confidence[0] < 0.02
+    second = run(s)
+    assert second.confidence == second.told == ()
+    plan = take(s)
+    assert plan.rows[0].row.index == flying.rows[0].row.index
+    assert lengths(plan) == [3]
