@@ -42,11 +42,11 @@ PARAMS = SamplingParams(
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its sequential head adds the same to the likely tokens after any token."""
+    """Its sequential head favours the likely tokens after any token, one of them more than the target does."""
     folder = random_drafter(tmp_path_factory.mktemp("d") / "d", SPEC, "mla", 5, block=DRAFTS)
     tensors = load_file(folder / "model.safetensors")
     tensors["markov_head.markov_w1.weight"][:, 0] = 1.0
-    tensors["markov_head.markov_w2.weight"][list(LIKELY), 0] += 60.0
+    tensors["markov_head.markov_w2.weight"][list(LIKELY), 0] += torch.tensor([61.5, 60.0, 59.5])
     save_file(tensors, folder / "model.safetensors")
     return folder
 
