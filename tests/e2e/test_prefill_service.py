@@ -41,7 +41,7 @@ from prefill_svc.driver import PrefillEngine
 from prefill_svc.service import PrefillServicer
 from tests.e2e.prefill_peer import Call, Peer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.prefill, pytest.mark.asyncio(loop_scope="module")]
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "k3"
 P = 8

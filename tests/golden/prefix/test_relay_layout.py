@@ -14,6 +14,8 @@ from k3.model.spec import K3Spec, LayerKind
 from k3.parallel.frame import check_taps, frame_layout
 from k3.parallel.mesh import Mesh
 
+pytestmark = pytest.mark.prefill
+
 HERE = Path(__file__).parent
 CASES = json.loads((HERE / "relay_layout.json").read_text())["cases"]
 NANO = K3Spec.from_folder(HERE.parent / "k3")

@@ -14,6 +14,8 @@ from k3.model.spec import K3Spec
 from k3.parallel.collectives import Pending, SoloCollectives
 from k3.parallel.frame import Frame, FrameLayout, frame_layout, receive_frame, send_frame
 
+pytestmark = pytest.mark.prefill
+
 ROOT = Path(__file__).parents[3]
 NANO = K3Spec.from_folder(ROOT / "tests/golden/k3")
 CPU = torch.device("cpu")

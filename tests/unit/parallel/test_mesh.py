@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from k3.errors import ConfigError
 from k3.parallel.mesh import Mesh, Shard
 
+pytestmark = pytest.mark.prefill
+
 sizes = st.integers(1, 5)
 
 

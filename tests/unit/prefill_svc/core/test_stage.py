@@ -28,6 +28,8 @@ from prefill_svc.core.stage import ChunkOutput, ChunkStage, FirstToken, StageChu
 from tests.compare import assert_close
 from tests.drafters import random_drafter
 
+pytestmark = pytest.mark.prefill
+
 GOLDEN = Path(__file__).parents[3] / "golden" / "k3"
 P = 8
 GREEDY = SamplingParams(temperature=0.0)

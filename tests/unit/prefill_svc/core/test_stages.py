@@ -6,7 +6,8 @@ Real stages on threads, frames by queues, plans of mixed prompts as the schedule
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from k3.model.dspark import open_context
 from k3.model.dspark_spec import DraftSpec
 from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
+from k3.parallel.collectives import Collectives, Pending, SoloCollectives
+from k3.parallel.frame import HEADER_BYTES
 from k3.parallel.mesh import Mesh
 from k3.sampling import RowSampling
 from k3.types import SamplingParams
@@ -35,6 +38,7 @@ NANO = Path(__file__).parents[3] / "golden" / "k3"
 P, N_PAGES, N_SLOTS, BUDGET = 8, 24, 4, 24
 LENGTHS = (1, 7, 8, 9, 61)
 GREEDY = FirstToken(RowSampling(SamplingParams(temperature=0.0)))
+HIDDEN = K3Spec.from_folder(NANO).hidden_size
 Step = list[StageChunk]
 
 
@@ -79,6 +83,24 @@ def _stage_chunk(chunk: Chunk, ids: list[int]) -> StageChunk:
     )
 
 
+Harm = Callable[[Tensor], None]  # to units 0 (residual), 1.. (bank, then taps) of [T, units, H]
+
+
+class Harming(SoloCollectives):
+    """A pipeline that spoils frames: shows that what it spoils is needed."""
+
+    def __init__(self, pipeline: Collectives, harm: Harm) -> None:
+        self.pipeline, self.harm = pipeline, harm
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        n_tokens = int(tensor[:HEADER_BYTES].view(torch.int64)[2])
+        self.harm(tensor[HEADER_BYTES:].view(torch.float64).view(n_tokens, -1, HIDDEN))
+        return self.pipeline.send(tensor, to)
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        return self.pipeline.recv(tensor, source)
+
+
 @dataclass
 class Ran:
     """What all ranks hold after all plans, by layer, and what the last stage said."""
@@ -89,8 +111,11 @@ class Ran:
     draft: Tensor
 
 
-def run(mesh: Mesh, drafter: Path) -> Ran:
+def run(mesh: Mesh, drafter: Path, harm: Harm | None = None) -> Ran:
+    """harm: what happens to the data of every frame on its way."""
     groups, draft = mesh_groups(mesh), DraftSpec.from_folder(drafter)
+    if harm is not None:
+        groups = [replace(g, pipeline=Harming(g.pipeline, harm)) for g in groups]
     steps = plans()
 
     def body(rank: int) -> tuple[Storage, list[StageStep]]:
@@ -170,6 +195,30 @@ def test_stages_give_the_bits_of_the_whole_model(mesh: Mesh, drafter: Path, whol
     for layer, expected in whole.states.items():
         assert_equal(split.states[layer], expected, f"states of layer {layer}")
     assert_equal(split.draft, whole.draft, "draft rows")
+
+
+def drop_bank(frame_TUH: Tensor) -> None:
+    frame_TUH[:, 1] = 0.0
+
+
+def shift_taps(frame_TUH: Tensor) -> None:
+    """The two relayed taps of a frame between layers 4 and 5 in the wrong order."""
+    frame_TUH[:, -2:] = frame_TUH[:, -2:].flip(1)
+
+
+def test_a_bank_that_is_dropped_shows_in_the_states_after_the_boundary(
+    drafter: Path, whole: Ran
+) -> None:
+    """What must fail does: otherwise the equalities above would prove nothing."""
+    spoilt, last = run(Mesh(2), drafter, drop_bank), max(whole.states)
+    assert not torch.equal(spoilt.states[last].nan_to_num(), whole.states[last].nan_to_num())
+
+
+def test_taps_in_another_order_show_in_the_draft_rows_alone(drafter: Path, whole: Ran) -> None:
+    spoilt, written = run(Mesh(2), drafter, shift_taps), ~whole.draft.isnan()
+    assert not torch.equal(spoilt.draft[written], whole.draft[written])
+    for layer, expected in whole.states.items():
+        assert_equal(spoilt.states[layer], expected, f"states of layer {layer}")
 
 
 def test_stages_of_tensor_parallel_ranks_draw_the_same_tokens(drafter: Path, whole: Ran) -> None:
