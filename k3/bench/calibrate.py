@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,12 @@ def observed(cluster: LocalCluster) -> tuple[list[list[float]], list[int]]:
 
 
 def rates(timed: Sequence[tuple[int, float]]) -> StepRates:
-    """Ascending sizes; of two measurements of one size the slower one."""
+    """Ascending sizes; of two measurements of one size the slower one, and no size faster than a smaller one."""
     slowest: dict[int, float] = {}
     for tokens, per_s in timed:
         slowest[tokens] = min(per_s, slowest.get(tokens, per_s))
     sizes = sorted(slowest)
-    return StepRates(tuple(sizes), tuple(slowest[n] for n in sizes))
+    return StepRates(tuple(sizes), tuple(accumulate((slowest[n] for n in sizes), min)))
 
 
 def errors(

@@ -23,9 +23,10 @@ def arguments(*line: str):
     return parser.parse_args(["--output", "c.json", *line])
 
 
-def test_sizes_ascend_and_of_two_measurements_of_one_size_the_slower_counts():
-    timed = [(8, 20.0), (1, 50.0), (8, 25.0), (64, 5.0)]
-    assert calibrate.rates(timed) == StepRates((1, 8, 64), (50.0, 20.0, 5.0))
+def test_sizes_ascend_and_a_slower_measurement_outweighs_a_faster_one():
+    timed = [(8, 20.0), (1, 50.0), (8, 25.0), (64, 5.0), (2, 60.0), (16, 21.0)]
+    found = calibrate.rates(timed)
+    assert found == StepRates((1, 2, 8, 16, 64), (50.0, 50.0, 20.0, 20.0, 5.0))
 
 
 def test_only_the_drafted_cluster_drafts_and_it_observes():
