@@ -151,15 +151,27 @@ def counters(ops: str) -> dict[str, float]:
 
 
 def show(savings: list[Saving], console: Console) -> None:
-    """The table."""
-    table = Table("turn", "prompt", "chain", "wanted", "hit", "lost", "computed", "without", "share", "seconds",
-                  "without", "share", "answers")  # fmt: skip
+    """The table: what each turn found, and its compute with / without the cache."""
+    names = (
+        "turn",
+        "prompt",
+        "chain",
+        "wanted",
+        "hit",
+        "lost",
+        "computed",
+        "share",
+        "seconds",
+        "share",
+    )
+    table = Table(*names, box=None, pad_edge=False)
     for saving in savings:
         off, on = saving.off, saving.on
         table.add_row(
             *(str(n) for n in (on.number, on.prompt, on.chain, on.wanted, on.hit, on.lost)),
-            *(str(on.computed), str(off.computed), f"{saving.token_share:.1%}"),
-            *(f"{on.seconds:.3f}", f"{off.seconds:.3f}", f"{saving.time_share:.1%}"),
-            "equal" if off.answer == on.answer else "DIFFER",
+            *(f"{on.computed} / {off.computed}", f"{saving.token_share:.1%}"),
+            *(f"{on.seconds:.2f} / {off.seconds:.2f}", f"{saving.time_share:.1%}"),
         )
     console.print(table)
+    differ = [saving.on.number for saving in savings if saving.off.answer != saving.on.answer]
+    console.print(f"answers DIFFER in turns {differ}" if differ else "answers are equal")
