@@ -1,0 +1,206 @@
+"""What drafts of the shipped drafter are worth through real services: as much as in one process, whatever the batch.
+
+k3-mini and its trained MLA drafter, with rings so short that every answer runs past their wrap. The yardstick is one
+process without a hand-over, on the same prompts with the same window: with drafts, without rows for the drafter to
+start from, and without drafts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from k3.bench.speculation import Acceptance
+from k3.config.resolve import EMBEDDED_MODEL
+from k3.model.dspark_spec import DraftSpec, ring_places
+from k3.types import SamplingParams
+from router.text.folder import load_model_folder
+from tests.drafters import LocalEngine
+from tests.e2e.cluster import Cluster, metric
+from tests.e2e.nano import ROOT
+from tests.model_runner import solo_stage
+
+pytestmark = [pytest.mark.e2e, pytest.mark.dspark]
+
+N_ITEMS, LIMIT, WINDOW, DRAFTS, PAGE = 16, 64, 64, 7, 16
+N_LEAVING = 2
+OWN = ("--drafter", "draft-mla")
+SPECULATE = (
+    *OWN, "--max-rows", str(N_ITEMS), "--draft-tokens", str(DRAFTS), "--spec-draft-window", str(WINDOW),
+)  # fmt: skip
+
+
+def questions() -> list[dict[str, Any]]:
+    lines = (ROOT / "k3/assets/eval/arith_forms.jsonl").read_text().splitlines()
+    chosen = lines[:: len(lines) // N_ITEMS][:N_ITEMS]
+    return [
+        {
+            "messages": json.loads(line)["turns"],
+            "max_tokens": LIMIT,
+            "temperature": 0,
+            "return_token_ids": True,
+            "return_spec_stats": True,
+        }
+        for line in chosen
+    ]
+
+
+QUESTIONS = questions()
+
+
+@dataclass(frozen=True)
+class Answered:
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    acceptance: Acceptance | None
+
+
+async def one(client: httpx.AsyncClient, question: dict[str, Any]) -> Answered:
+    response = await client.post("/v1/chat/completions", json=question)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    ids = body["choices"][0]["token_ids"]
+    return Answered(tuple(body["prompt_token_ids"]), tuple(ids), Acceptance.of_body(body))
+
+
+async def leave(client: httpx.AsyncClient, question: dict[str, Any]) -> None:
+    """Ask, and hang up when the answer has begun."""
+    async with client.stream(
+        "POST", "/v1/chat/completions", json=question | {"stream": True}
+    ) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and '"content":' in line:
+                return
+    raise AssertionError("the answer ended before we could leave")
+
+
+def ask(cluster: Cluster, questions: Sequence[dict[str, Any]], n_leaving: int) -> list[Answered]:
+    """All at once; the first `n_leaving` clients hang up half-way and ask again."""
+
+    async def go(client: httpx.AsyncClient, i: int) -> Answered:
+        if i < n_leaving:
+            await leave(client, questions[i])
+        return await one(client, questions[i])
+
+    async def everybody() -> list[Answered]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as client:
+            return await asyncio.gather(*(go(client, i) for i in range(len(questions))))
+
+    return asyncio.run(everybody())
+
+
+def length(answered: Sequence[Answered]) -> float:
+    """Tokens per step over all answers."""
+    total = Acceptance.none(DRAFTS)
+    for a in answered:
+        assert a.acceptance is not None
+        total = total.plus(a.acceptance)
+    return total.length
+
+
+class OneProcess:
+    """The same prompts through one stage, context rows written straight into the rings."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompts = prompts
+        self.drafter = EMBEDDED_MODEL / "draft-mla"
+        self.ends = tuple(load_model_folder(EMBEDDED_MODEL, "k3-mini").eos_token_ids)
+        taps = DraftSpec.from_folder(self.drafter).taps
+        self.stage = solo_stage(EMBEDDED_MODEL, "float32", taps=taps)
+
+    def __call__(self, *, drafts: int = DRAFTS, hand_over: bool = True) -> list[Answered]:
+        engine = LocalEngine(
+            self.stage,
+            len(self.prompts),
+            max(map(len, self.prompts)) + LIMIT,
+            drafter=self.drafter if drafts else None,
+            draft_tokens=drafts,
+            window=WINDOW,
+            page_tokens=PAGE,
+            dtype="float32",
+        )
+        greedy = [SamplingParams(temperature=0.0)] * len(self.prompts)
+        answers = engine.generate(
+            self.prompts, LIMIT, greedy, chunk=256, hand_over=hand_over, end_ids=self.ends
+        )
+        return [
+            Answered(
+                tuple(prompt),
+                tuple(answer.ids),
+                Acceptance(tuple(answer.accepted.count(j) for j in range(DRAFTS + 1))),
+            )
+            for prompt, answer in zip(self.prompts, answers, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def alone_and_together() -> tuple[list[Answered], list[Answered]]:
+    """The first questions one after the other, then all at once with some that leave and come back."""
+    with Cluster(prefill_flags=OWN, decode_flags=SPECULATE) as cluster:
+        alone = [ask(cluster, [question], 0)[0] for question in QUESTIONS[:2]]
+        together = ask(cluster, QUESTIONS, N_LEAVING)
+        cluster.expect_baseline()
+        n_asked = len(alone) + len(together) + N_LEAVING
+        text = cluster.metrics(cluster.decodes[0])
+        assert metric(text, "k3_draft_bootstrap_total", kind="transferred") == n_asked
+    return alone, together
+
+
+@pytest.fixture(scope="module")
+def one_process(alone_and_together) -> OneProcess:
+    return OneProcess([answered.prompt for answered in alone_and_together[1]])
+
+
+@pytest.fixture(scope="module")
+def local(one_process) -> list[Answered]:
+    return one_process()
+
+
+def test_answers_are_those_of_plain_decoding(alone_and_together, one_process, local) -> None:
+    alone, together = alone_and_together
+    ids = [answered.ids for answered in one_process(drafts=0)]
+    assert [a.ids for a in together] == ids
+    assert [a.ids for a in alone] == ids[: len(alone)]
+    assert [a.ids for a in local] == ids
+
+
+def test_a_drafter_without_rows_from_prefill_is_visibly_worse(
+    alone_and_together, one_process
+) -> None:
+    warm, blind = length(alone_and_together[1]), length(one_process(hand_over=False))
+    assert blind < 0.8 * warm, f"tokens per step {warm:.3f}, without rows {blind:.3f}"
+
+
+def test_every_answer_runs_past_the_wrap_of_its_ring(alone_and_together) -> None:
+    rows = PAGE * ring_places(WINDOW, 1 + DRAFTS, PAGE)
+    for answered in alone_and_together[1]:
+        assert len(answered.prompt) + len(answered.ids) > rows
+
+
+def test_one_request_is_drafted_as_well_as_in_one_process(alone_and_together, local) -> None:
+    alone, _ = alone_and_together
+    assert length(alone) == pytest.approx(length(local[: len(alone)]), rel=0.01)
+
+
+def test_sixteen_at_once_are_drafted_as_well_as_in_one_process(alone_and_together, local) -> None:
+    """Those that came back into somebody's row and ring included, and on their own."""
+    _, together = alone_and_together
+    assert length(together) == pytest.approx(length(local), rel=0.01)
+    back = length(together[:N_LEAVING])
+    assert back == pytest.approx(length(local[:N_LEAVING]), rel=0.01)
+
+
+def test_statistics_of_an_answer_add_up(alone_and_together) -> None:
+    for answered in alone_and_together[1]:
+        assert answered.acceptance is not None
+        histogram = answered.acceptance.histogram
+        assert len(histogram) == DRAFTS + 1
+        n_emitted = sum((j + 1) * n for j, n in enumerate(histogram))
+        n_after_first = len(answered.ids) - 1
+        assert n_after_first <= n_emitted <= n_after_first + DRAFTS
