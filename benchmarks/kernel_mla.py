@@ -127,7 +127,7 @@ def make(case: Attention) -> Step:
 
 def _backends(wanted: Callable[[str], bool]) -> dict[str, AttentionOps]:
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    ours: dict[str, AttentionOps] = {"triton": TritonAttention(n_sms)}
+    ours: dict[str, AttentionOps] = {"triton": TritonAttention(n_sms, hopper=True)}
     if wanted("flashmla") and "flashmla" not in _missing():
         ours["flashmla"] = FlashMlaAttention(n_sms)
     if wanted("flashinfer") and "flashinfer" not in _missing():

@@ -66,6 +66,11 @@ def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
     return replace(config, model=resolve_model(config.model, machine))
 
 
+def _attention(name: str, device: str) -> str:
+    """On a GPU `auto` stays: a rank finds what is installed there."""
+    return "reference" if name == "auto" and device == "cpu" else name
+
+
 def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
     """Everything that does not depend on the model: device, dtype, exchange, rollback, kernels, threads, port."""
     cache, backends, schedule = config.cache, config.backends, config.schedule
@@ -93,7 +98,7 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(
             backends,
-            attention=backends.attention if backends.attention != "auto" else "reference",
+            attention=_attention(backends.attention, model.device),
             kda=backends.kda if backends.kda != "auto" else "reference",
             moe_weights=backends.moe_weights if backends.moe_weights != "auto" else "dequant",
             threads=backends.threads or max(1, machine.cores // n_ranks),

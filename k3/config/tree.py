@@ -224,7 +224,11 @@ class TransferConfig:
 class BackendsConfig:
     """Which kernels."""
 
-    attention: str = key("auto", "attention kernels", choices=("auto", "reference"))
+    attention: str = key(
+        "auto",
+        "attention kernels; auto = reference on CPU, the fastest installed one on a GPU",
+        choices=("auto", "reference", "triton", "flashmla", "flashinfer"),
+    )
     kda: str = key("auto", "KDA kernels", choices=("auto", "reference"))
     moe_weights: str = key(
         "auto",

@@ -9,7 +9,7 @@ refused here with the remedy; nothing falls back silently.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ class Backends:
 
 
 class AttentionOps(Protocol):
-    """Latent attention. Shapes and rules: `k3_kernels.reference.mla`."""
+    """Latent attention. Shapes and rules: `k3_kernels.reference.mla`.
+
+    A plan is opaque: only the operations that made it read it.
+    """
 
     def write(self, cache_PTK: Tensor, slot_T: Tensor, latent_TK: Tensor) -> None:
         """Store latent rows; slot -1 is skipped."""
@@ -40,12 +43,12 @@ class AttentionOps(Protocol):
 
     def plan(
         self, page_table_BW: Tensor, bound_T: Tensor, group: int, max_bound: int, page_tokens: int
-    ) -> mla.DecodePlan:
+    ) -> Any:
         """Once per step, before any layer."""
         ...
 
     def decode(
-        self, q_THK: Tensor, cache_PTK: Tensor, plan: mla.DecodePlan, scale: float, value_width: int
+        self, q_THK: Tensor, cache_PTK: Tensor, plan: Any, scale: float, value_width: int
     ) -> tuple[Tensor, Tensor]:
         """Absorbed attention of verify groups: o [T, H, C], lse [T, H] natural log."""
         ...
@@ -228,16 +231,24 @@ def _choose(part: str, name: str) -> str:
     return name
 
 
+def _attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
+    if device.type == "cuda" and name != "reference":
+        from k3_kernels.backends.choice import cuda_attention
+
+        return cuda_attention(name, device)
+    return _choose("attention", name), ReferenceAttention()
+
+
 def select(backends: Backends, device: torch.device) -> Ops:
     """Choose implementations for `device`, once per process. Raises BackendError."""
+    attention_name, attention = _attention(backends.attention, device)
     chosen = Backends(
-        _choose("attention", backends.attention),
+        attention_name,
         _choose("kda", backends.kda),
         _choose("moe", backends.moe),
     )
-    del device  # the reference runs on any
     return Ops(
-        attention=ReferenceAttention(),
+        attention=attention,
         kda=ReferenceKda(),
         moe=ReferenceMoe(),
         mix=attnres.mix,

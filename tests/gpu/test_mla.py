@@ -25,6 +25,12 @@ def n_sms() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
+def hopper() -> TritonAttention:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return TritonAttention(n_sms(), hopper=True)
+
+
 def flashmla() -> TritonAttention:
     pytest.importorskip("flash_mla", exc_type=ImportError)
     return FlashMlaAttention(n_sms())
@@ -37,6 +43,7 @@ def flashinfer() -> TritonAttention:
 
 BACKENDS = {
     "triton": lambda: TritonAttention(n_sms()),
+    "hopper": hopper,
     "flashmla": flashmla,
     "flashinfer": flashinfer,
 }

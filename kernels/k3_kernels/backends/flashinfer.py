@@ -21,7 +21,7 @@ class FlashInferAttention(TritonAttention):
 
     def __init__(self, n_sms: int, device: torch.device, backend: str = "fa3") -> None:
         """backend: FlashInfer's own name, `fa2` or `fa3`. Raises ImportError without the library."""
-        super().__init__(n_sms)
+        super().__init__(n_sms, hopper=True)
         from flashinfer import mla
 
         self.library = mla

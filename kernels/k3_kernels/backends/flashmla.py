@@ -20,7 +20,7 @@ class FlashMlaAttention(TritonAttention):
 
     def __init__(self, n_sms: int) -> None:
         """Raises ImportError without the library, RuntimeError when it has no Hopper kernels."""
-        super().__init__(n_sms)
+        super().__init__(n_sms, hopper=True)
         import flash_mla
 
         if not flash_mla.has_legacy():

@@ -59,11 +59,12 @@ def merge_parts(
                 at = slot.to(tl.int64) * (G * H) + m
                 lse_A = tl.load(part_lse + at, mask=part <= last, other=float("-inf"))
                 some = lse_A > float("-inf")
-                o_AC = tl.load(
+                o_AC = tl.load(  # does not wait for the lse
                     part_o + at[:, None] * C + c[None, :],
-                    mask=some[:, None] & (c < C)[None, :],
+                    mask=(part <= last)[:, None] & (c < C)[None, :],
                     other=0.0,
                 )
+                o_AC = tl.where(some[:, None], o_AC, 0.0)
                 new = tl.maximum(peak, tl.max(lse_A, 0))
                 shift = tl.where(new == float("-inf"), 0.0, new)
                 fade = tl.exp(peak - shift)
@@ -105,8 +106,9 @@ def _merge(
         lse_R = tl.load(lse + r * lse_r + t * lse_t + h * lse_h, mask=there, other=float("-inf"))
         some = lse_R > float("-inf")
         at = r * o_r + t * o_t + h * o_h
-        mask = some[:, None] & (d < D)[None, :]
-        o_RD = tl.load(o + at[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = there[:, None] & (d < D)[None, :]
+        o_RD = tl.load(o + at[:, None] + d[None, :], mask=mask, other=0.0)  # beside the lse
+        o_RD = tl.where(some[:, None], o_RD.to(tl.float32), 0.0)
         peak = tl.max(lse_R, 0)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         w_R = tl.exp(lse_R - shift)
@@ -140,6 +142,6 @@ def merge(o_RTHD: Tensor, lse_RTH: Tensor, queries: int = 1) -> tuple[Tensor, Te
         BLOCK_R=triton.next_power_of_2(n_partials),
         BLOCK_D=triton.next_power_of_2(dim),
         QUERIES=queries,
-        num_warps=4 if dim > 256 else 2,
+        num_warps=2 if dim > 256 else 1,  # a thread holds a column of all partials
     )
     return to_o, to_lse

@@ -8,7 +8,7 @@ Letters: T tokens, B rows, G group tokens, H heads, C latent width, R shared key
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,26 +27,31 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Blocks:
     """How one shape is cut: queries and keys of a block, which of them lie along the matrix unit's rows, resources.
 
-    fewest: steps of `UNIT` keys below which a row is not split further; at_once: pieces merged at a time.
+    fewest: steps of `UNIT` keys below which a row is not split further; at_once: pieces merged at a time, 0: as many as
+    a row has on average; hopper: by `mla_hopper` (which ignores `stages`) instead of `mla`, engine: tiles brought by the
+    copy engine, else by the threads.
     """
 
     queries: int
     keys: int
     keys_first: bool
     warps: int
-    stages: int
+    stages: int = 2
     per_sm: int = 1
     fewest: int = 2
-    at_once: int = 8
+    at_once: int = 0
+    hopper: bool = False
+    engine: bool = True
 
 
-def blocks_for(n_queries: int) -> Blocks:
+def blocks_for(n_queries: int, hopper: bool) -> Blocks:
     """n_queries: heads times group tokens, all of which share their keys."""
     if n_queries <= 16:
-        return Blocks(16, 64, True, warps=4, stages=2)
+        return Blocks(16, 64, True, warps=8 if hopper else 4, hopper=hopper)
     if n_queries <= 32:
-        return Blocks(32, 64, True, warps=8, stages=2)
-    return Blocks(64, 64, False, warps=8, stages=2)
+        return Blocks(32, 64, True, warps=8, hopper=hopper)
+    # Many blocks of queries read the same tiles at once; there the threads' copies were faster than the engine's.
+    return Blocks(64, 64, False, warps=8, hopper=hopper, engine=n_queries <= 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,10 @@ class Plan:
 class TritonAttention:
     """`api.AttentionOps` on one GPU, or in Triton's interpreter on CPU tensors."""
 
-    def __init__(self, n_sms: int, blocks: Blocks | None = None) -> None:
-        """n_sms: multiprocessors to fill. blocks: instead of `blocks_for`, for tuning and tests."""
+    def __init__(self, n_sms: int, blocks: Blocks | None = None, *, hopper: bool = False) -> None:
+        """n_sms: multiprocessors to fill. hopper: of compute capability 9. blocks: instead of `blocks_for`."""
         self.n_sms = n_sms
+        self.hopper = hopper
         self.blocks = blocks
 
     def write(self, cache_PTK: Tensor, slot_T: Tensor, latent_TK: Tensor) -> None:
@@ -101,15 +107,16 @@ class TritonAttention:
         n_tokens, heads, width = q_THK.shape
         n_rows, group = n_tokens // plan.group, plan.group
         queries = heads * group
-        blocks = self.blocks or blocks_for(queries)
+        fits = _fits_hopper(cache_PTK, value_width)
+        blocks = self.blocks or blocks_for(queries, self.hopper and fits)
         n_blocks = triton.cdiv(queries, blocks.queries)
-        n_parts = max(1, self.n_sms * blocks.per_sm // n_blocks)
+        n_parts = _parts(max(1, self.n_sms * blocks.per_sm // n_blocks), n_rows)
         block_c = max(16, triton.next_power_of_2(value_width))
         o = torch.empty(n_tokens, heads, value_width, dtype=q_THK.dtype, device=q_THK.device)
         lse = torch.empty(n_tokens, heads, dtype=torch.float32, device=q_THK.device)
         part_o = lse.new_empty(2 * n_parts, queries, value_width)
         part_lse = lse.new_empty(2 * n_parts, queries)
-        attend[(n_blocks, n_parts)](
+        tensors = (
             q_THK.contiguous(),
             cache_PTK,
             plan.page_table_BW,
@@ -120,27 +127,56 @@ class TritonAttention:
             lse,
             part_o,
             part_lse,
+        )
+        numbers = (
             scale * LOG2_E,
             n_rows,
             n_parts,
             cache_PTK.stride(0),
             plan.page_table_BW.stride(0),
-            H=heads,
-            G=group,
-            P=plan.page_tokens,
-            C=value_width,
-            R=width - value_width,
-            BLOCK_B=triton.next_power_of_2(n_rows),
-            BLOCK_C=block_c,
-            BLOCK_R=max(16, triton.next_power_of_2(width - value_width)),
-            M=blocks.queries,
-            N=blocks.keys,
-            UNIT=UNIT,
-            FEWEST=blocks.fewest,
-            KEYS_FIRST=blocks.keys_first,
-            STAGES=blocks.stages,
-            num_warps=blocks.warps,
         )
+        shape = {
+            "H": heads,
+            "G": group,
+            "P": plan.page_tokens,
+            "C": value_width,
+            "R": width - value_width,
+            "BLOCK_B": triton.next_power_of_2(n_rows),
+            "M": blocks.queries,
+            "N": blocks.keys,
+            "UNIT": UNIT,
+            "FEWEST": blocks.fewest,
+            "KEYS_FIRST": blocks.keys_first,
+        }
+        if blocks.hopper:
+            from k3_kernels.triton.mla_hopper import (
+                attend_hopper,
+                descriptors,
+            )  # not in the interpreter
+
+            q, cache, *others = tensors
+            whole = descriptors(cache_PTK, blocks.keys, value_width)
+            attend_hopper[(n_blocks, n_parts)](
+                q,
+                cache,
+                *whole,
+                *others,
+                *numbers,
+                **shape,
+                ENGINE=blocks.engine,
+                W=blocks.warps,
+                num_warps=blocks.warps,
+            )
+        else:
+            attend[(n_blocks, n_parts)](
+                *tensors,
+                *numbers,
+                **shape,
+                BLOCK_C=block_c,
+                BLOCK_R=max(16, triton.next_power_of_2(width - value_width)),
+                STAGES=blocks.stages,
+                num_warps=blocks.warps,
+            )
         combine.merge_parts[(n_rows * queries,)](
             part_o,
             part_lse,
@@ -154,7 +190,7 @@ class TritonAttention:
             C=value_width,
             BLOCK_C=block_c,
             FEWEST=blocks.fewest,
-            AT_ONCE=blocks.at_once,
+            AT_ONCE=blocks.at_once or min(32, triton.next_power_of_2(n_parts // n_rows + 2)),
             num_warps=4,
         )
         return o, lse
@@ -165,10 +201,20 @@ class TritonAttention:
         """Union of partial results."""
         return combine.merge(o_RTHD, lse_RTH)
 
-    def with_blocks(self, **changes: int) -> TritonAttention:
-        """The same with other blocks, for tuning."""
-        assert self.blocks is not None, "with_blocks changes given blocks"
-        return TritonAttention(self.n_sms, replace(self.blocks, **changes))
+
+def _parts(n_parts: int, n_rows: int) -> int:
+    """Pieces to cut the line into: a few less when rows of one length then share none, which saves starting over."""
+    even = n_parts // n_rows * n_rows
+    return even if even * 16 >= n_parts * 15 else n_parts
+
+
+def _fits_hopper(cache_PTK: Tensor, latent: int) -> bool:
+    """What `mla_hopper` asks of a cache."""
+    _, page_tokens, width = cache_PTK.shape
+    shared = width - latent
+    powers = all(x & (x - 1) == 0 for x in (latent, shared))
+    aligned = page_tokens % UNIT == 0 and cache_PTK.stride(0) % width == 0
+    return powers and aligned and latent >= 256 and shared >= 64 and cache_PTK.dtype.itemsize == 2
 
 
 def _check(q_THK: Tensor, cache_PTK: Tensor) -> None:

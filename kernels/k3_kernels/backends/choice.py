@@ -1,0 +1,57 @@
+"""Attention operations by name for one GPU. Libraries are imported here, when they are chosen, and never before.
+
+A name that cannot run is refused with the remedy; only `auto` looks at what is installed, and says in its name what
+it found.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from k3_kernels.api import AttentionOps, BackendError
+
+ATTENTION = ("reference", "triton", "flashmla", "flashinfer")
+PACKAGES = {
+    "triton": "triton",
+    "flashmla": "sgl-flash-mla",
+    "flashinfer": "flashinfer-python",
+}
+
+
+def cuda_attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
+    """The concrete name and the operations of `auto` or one of ATTENTION, except `reference`. Raises BackendError."""
+    properties = torch.cuda.get_device_properties(device)  # noqa: TID251
+    n_sms, hopper = properties.multi_processor_count, properties.major == 9
+    try:
+        from k3_kernels.backends.auto import AutoAttention, installed_flashmla
+        from k3_kernels.backends.flashinfer import FlashInferAttention
+        from k3_kernels.backends.flashmla import FlashMlaAttention
+        from k3_kernels.triton.mla_ops import TritonAttention
+    except ImportError as error:
+        raise _missing(name, "triton", error) from error
+    try:
+        match name:
+            case "auto":
+                library = installed_flashmla(n_sms) if hopper else None
+                found = "triton" if library is None else "triton+flashmla"
+                return found, AutoAttention(n_sms, library, hopper=hopper)
+            case "triton":
+                return name, TritonAttention(n_sms, hopper=hopper)
+            case "flashmla" if hopper:
+                return name, FlashMlaAttention(n_sms)
+            case "flashinfer":
+                return name, FlashInferAttention(n_sms, device, "fa3" if hopper else "fa2")
+            case _:
+                raise BackendError(
+                    f"backends.attention={name!r}: not available on {properties.name}; available: auto, "
+                    f"{', '.join(n for n in ATTENTION if hopper or n != 'flashmla')}; set backends.attention=auto"
+                )
+    except (ImportError, RuntimeError) as error:
+        raise _missing(name, name, error) from error
+
+
+def _missing(name: str, part: str, error: Exception) -> BackendError:
+    return BackendError(
+        f"backends.attention={name!r}: {part} cannot be loaded ({error}); pip install {PACKAGES[part]}, or set "
+        "backends.attention=reference"
+    )
