@@ -89,6 +89,10 @@ class DecodeRank:
         if is_staged:
             pipeline = stage.groups.pipeline
             relay = Relay(pipeline, stage.place, stage.in_layout, stage.dtype, stage.device)
+            if not isinstance(runner, Eager | None):
+                raise ValueError(
+                    "steps over stages cannot be recorded: their frames lie elsewhere each time"
+                )
         if relay is not None and not stage.place.is_last:
             step = RelayStep(
                 stage,

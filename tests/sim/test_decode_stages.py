@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_svc.rank.graphs import PassThrough
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.types import SamplingParams, TokenEvent
@@ -97,6 +98,19 @@ def test_tokens_are_those_of_plain_decoding(mesh, max_rows, drafter, asks, truth
     group = play(mesh, drafter, asks, max_rows)
     for i, (ask, ids) in enumerate(zip(asks, group.play(asks), strict=True)):
         assert ids == truth[i][: ask.n_tokens], f"prompt of {LENGTHS[i]} tokens"
+
+
+def test_steps_over_stages_are_not_recorded() -> None:
+    """A frame lies elsewhere each time; the rank says so before its first step."""
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        DecodeGroup(
+            Model.open(NANO, Mesh(2)),
+            max_rows=1,
+            max_len=LONGEST,
+            depth=1,
+            draft_tokens=0,
+            runner=PassThrough,
+        )
 
 
 def test_drafts_are_accepted_as_often_as_on_one_stage(drafter, asks) -> None:

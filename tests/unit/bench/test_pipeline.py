@@ -28,6 +28,7 @@ def test_the_promises_are_kept_and_the_figures_written(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert [row["stages"] for row in found["occupancy"]] == [1, 3]
     assert all(row["occupancy"] <= row["possible"] + 0.05 for row in found["occupancy"])
+    assert found["occupancy"][1]["held"] < 0.5 < found["occupancy"][1]["forked"]
     assert all(row["waited_steps"] <= row["promised_steps"] for row in found["fairness"])
     assert all(row["long_s"] > row["long_alone_s"] for row in found["fairness"])
 
