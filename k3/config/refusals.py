@@ -100,15 +100,6 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         "set parallel.pp=1 or parallel.cp=1",
         lambda c: c.parallel.cp > 1 and c.parallel.pp > 1,
     ),
-    Rule(
-        "PP_NOT_AVAILABLE",
-        DECODE,
-        ("parallel.pp",),
-        "parallel.pp > 1 on decode",
-        f"decode over pipeline stages is {NOT_YET}",
-        "set parallel.pp=1; prefill may have stages",
-        lambda c: c.parallel.pp > 1,
-    ),
     *SPEC_RULES,
     Rule(
         "PREFIX_ON_DECODE",

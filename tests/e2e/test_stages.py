@@ -1,7 +1,8 @@
-"""Prompts over pipeline stages, generation over context-parallel ranks: tokens of a plain forward, drafts included.
+"""Prompts over pipeline stages, generation over context-parallel ranks or stages: tokens of a plain forward.
 
-That stages compute the bits of one stage is shown in tests/unit/prefill_svc/core/test_stages.py; here real ranks,
-frames over gloo, every stage's writes into every decode rank, and draft rows from the last stage.
+That stages compute the bits of one stage is shown in tests/unit/prefill_svc/core/test_stages.py, that they generate its
+tokens in tests/sim/test_decode_stages.py; here real ranks, frames over gloo, every stage's writes into every decode
+rank that holds its layers, and draft rows from the last stage.
 """
 
 from __future__ import annotations
@@ -35,21 +36,27 @@ def oracle(folder):
 
 
 @pytest.mark.parametrize(
-    ("layout", "flavour", "stream"),
+    ("prefill", "decode", "flavour", "stream"),
     [
-        (("--pp", "4"), "mla", "mixture"),
-        (("--pp", "2", "--tp", "2", "--parallel-partition", "6,3"), "gqa", "prefix"),
+        (("--pp", "4"), ("--cp", "2"), "mla", "mixture"),
+        (("--pp", "2", "--tp", "2"), ("--cp", "2"), "gqa", "prefix"),
+        (
+            ("--pp", "2", "--parallel-partition", "6,3"),
+            ("--pp", "2", "--parallel-partition", "2,7", "--parallel-pp-remote-kv", "true"),
+            "mla",
+            "prefix",
+        ),
     ],
-    ids=["pp4", "pp2xtp2"],
+    ids=["pp4-cp2", "pp2xtp2-cp2", "pp2-pp2"],
 )
 def test_all_prompts_at_once_give_the_tokens_of_a_plain_forward(
-    folder, oracle, tmp_path, layout, flavour, stream
+    folder, oracle, tmp_path, prefill, decode, flavour, stream
 ):
     target = K3Spec.from_folder(folder)
     own = ("--spec-drafter", str(random_drafter(tmp_path, target, flavour, seed=11, stream=stream)))
     with Cluster(
-        prefill_flags=flags(folder, *own, *layout, "--schedule-token-budget", "96"),
-        decode_flags=flags(folder, *own, "--cp", "2", "--draft-tokens", "3"),
+        prefill_flags=flags(folder, *own, *prefill, "--schedule-token-budget", "96"),
+        decode_flags=flags(folder, *own, *decode, "--draft-tokens", "3"),
         router_flags=("--model-path", str(folder)),
     ) as cluster:
 

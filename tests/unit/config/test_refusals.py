@@ -23,7 +23,6 @@ ENGINE_CASES = [
     ("DEVICE", "prefill", {"model.device": "cuda"}),
     ("HELIX_PREFILL", "prefill", {"parallel.cp": "2"}),
     ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
-    ("PP_NOT_AVAILABLE", "decode", {"parallel.pp": "2", "parallel.pp_remote_kv": "true"}),
     ("PP_REMOTE_KV", "decode", {"parallel.pp": "2"}),
     ("HELIX_BOTH", "decode", {"role": "both", "parallel.cp": "2"}),
     ("DRAFTS_ON_PREFILL", "prefill", {"spec.draft_tokens": "7"}),
@@ -99,13 +98,12 @@ ROUTER_CASES = [
 WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_CUDA_GRAPH", "PP_SPEC_PAIR"}
 # Settings that break a second rule by nature.
 COMPANIONS = {
-    "GATE_PIPELINE": {"PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
+    "GATE_PIPELINE": {"PP_REMOTE_KV"},
     "CONFIDENCE_HELIX": {"CONFIDENCE_UNCALIBRATED"},
     "CONFIDENCE_WITHOUT_DRAFTS": {"CONFIDENCE_UNCALIBRATED"},
-    "PP_CONFIDENCE": {"CONFIDENCE_UNCALIBRATED", "PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
+    "PP_CONFIDENCE": {"CONFIDENCE_UNCALIBRATED", "PP_REMOTE_KV"},
     "HELIX_BOTH": {"ROLE_BOTH"},
-    "HELIX_PIPELINE": {"PP_NOT_AVAILABLE", "PP_REMOTE_KV"},
-    "PP_REMOTE_KV": {"PP_NOT_AVAILABLE"},
+    "HELIX_PIPELINE": {"PP_REMOTE_KV"},
     "FLEET_TLS_CA": {"FLEET_TLS_FILES"},
 }
 
@@ -236,6 +234,16 @@ def test_any_mesh_that_divides_every_axis_is_accepted_by_decode(tp, cp):
 def test_prefill_takes_any_stages_and_ranks_that_the_model_divides_into(pp, tp):
     flags = {"parallel.pp": str(pp), "parallel.tp": str(tp), "spec.drafter": "draft-mla"}
     assert load_engine("prefill", CommandLine(flags), {}).problems == ()
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (2, 2), (4, 1)])
+def test_decode_takes_stages_where_their_caches_may_come_from_elsewhere(pp, tp):
+    flags = DRAFTING | {
+        "parallel.pp": str(pp),
+        "parallel.tp": str(tp),
+        "parallel.pp_remote_kv": "true",
+    }
+    assert load_engine("decode", CommandLine(flags), {}).problems == ()
 
 
 def test_layers_per_stage_may_be_given():
