@@ -240,7 +240,7 @@ def main() -> None:
         )
         sys.exit(4)
     shows_logs = args.logs or not (args.ask or args.demo)
-    on_line = (lambda name, line: say(f"[{name}] {line}")) if shows_logs else None
+    on_line: OnLine | None = (lambda name, line: say(f"[{name}] {line}")) if shows_logs else None
     code = 0
     try:
         options = options_of(args, rest)
