@@ -240,8 +240,11 @@ class DecodeGroup:
         runner: Callable[[], GraphRunner] = Eager,
         too_high: int = 0,
         more: Mapping[str, Any] | None = None,
+        warms_up: bool = True,
     ) -> None:
         """runner: how each rank launches its steps. more: further settings of `spec`.
+
+        warms_up: as a service does at its start; else only the dummy slot is made clean.
 
         too_high: tokens by which every bound the ranks are told exceeds the scheduler's own.
         """
@@ -266,7 +269,11 @@ class DecodeGroup:
         self.storages = [self._storage(spec, mesh.place(rank)) for rank in range(mesh.size)]
         self._answering = mesh.rank(mesh.pp - 1)
         self.ranks = [self._rank(rank, spec) for rank in range(mesh.size)]
-        run_group(mesh.size, lambda rank: self.ranks[rank].warm_up())
+        if warms_up:
+            run_group(mesh.size, lambda rank: self.ranks[rank].warm_up())
+        else:
+            for storage in self.storages:
+                storage.zero_slot(0)
         self._launched: deque[Launched] = deque()
         self._asked: dict[int, Ask] = {}
         self._requests: list[DecodeRequest] = []
