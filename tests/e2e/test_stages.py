@@ -38,16 +38,15 @@ def oracle(folder):
 @pytest.mark.parametrize(
     ("prefill", "decode", "flavour", "stream"),
     [
-        (("--pp", "4"), ("--cp", "2"), "mla", "mixture"),
         (("--pp", "2", "--tp", "2"), ("--cp", "2"), "gqa", "prefix"),
         (
-            ("--pp", "2", "--parallel-partition", "6,3"),
+            ("--pp", "4", "--parallel-partition", "1,4,3,1"),
             ("--pp", "2", "--parallel-partition", "2,7", "--parallel-pp-remote-kv", "true"),
             "mla",
-            "prefix",
+            "mixture",
         ),
     ],
-    ids=["pp4-cp2", "pp2xtp2-cp2", "pp2-pp2"],
+    ids=["pp2xtp2-cp2", "pp4-pp2"],
 )
 def test_all_prompts_at_once_give_the_tokens_of_a_plain_forward(
     folder, oracle, tmp_path, prefill, decode, flavour, stream

@@ -7,19 +7,23 @@ its own rows in flight. Drafters whose sequential heads know the answers end gro
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from decode_svc.rank.graphs import PassThrough
+from decode_svc.rank.loop import Launched
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.types import SamplingParams, TokenEvent
+from k3.v1 import plan_pb2
 from tests.decode_group import Ask, DecodeGroup, Model, Prefill
 from tests.drafters import LocalEngine, random_drafter
 from tests.e2e.oracle import Oracle
 from tests.model_runner import solo_stage
+from tests.thread_group import run_group
 
 pytestmark = pytest.mark.prefill
 
@@ -79,6 +83,55 @@ def asks(drafter, truth) -> list[Ask]:
         )
         for i in range(len(PROMPTS))
     ]
+
+
+Spoil = Callable[[plan_pb2.RowState], None]
+
+
+class Spoilt(DecodeGroup):
+    """The first stage is told something else than the last one."""
+
+    spoil: Spoil
+
+    def _launch(self, plan: plan_pb2.StepPlan) -> Launched:
+        other = plan_pb2.StepPlan()
+        other.CopyFrom(plan)
+        for row in other.verify_rows:
+            self.spoil(row.state)
+        last = len(self.ranks) - 1
+        plans = [other, *[plan] * last]
+        return run_group(last + 1, lambda rank: self.ranks[rank].launch(plans[rank]))[last]
+
+
+def keep_rejected(state: plan_pb2.RowState) -> None:
+    """Counts that do not reach the stage: its recurrent state is that after all drafts."""
+    state.read_column = len(state.draft_ids) if state.read_column >= 0 else -1
+
+
+def forget_drafts(state: plan_pb2.RowState) -> None:
+    state.draft_ids[:] = [0] * len(state.draft_ids)
+
+
+def lag_behind(state: plan_pb2.RowState) -> None:
+    """A base that counts the newest tokens later, as deferred output would have it."""
+    state.base -= max(0, state.read_column)
+
+
+@pytest.mark.parametrize("spoil", [keep_rejected, forget_drafts, lag_behind])
+def test_a_stage_without_counts_drafts_or_base_of_the_last_one_shows(
+    spoil: Spoil, truth, tmp_path
+) -> None:
+    """What must fail does: every part of a row's state is needed on every stage."""
+    known = [pair for ids in truth for pair in pairwise(ids)]
+    drafter = random_drafter(tmp_path, SPEC, "mla", 11, "prefix", follows=known)
+    prefill = Prefill(NANO, drafter)
+    asks = [
+        Ask(PROMPTS[i], prefill(PROMPTS[i]), TokenEvent(truth[i][0]), HOW[i], N_TOKENS)
+        for i in range(len(PROMPTS))
+    ]
+    group = Spoilt(Model.open(NANO, Mesh(2), drafter), max_rows=5, max_len=LONGEST, depth=2)
+    group.spoil = spoil
+    assert group.play(asks) != [ids[:N_TOKENS] for ids in truth]
 
 
 def play(mesh: Mesh, drafter: Path | None, asks: list[Ask], max_rows: int) -> DecodeGroup:
