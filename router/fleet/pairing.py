@@ -158,14 +158,11 @@ def choose(
 
 
 def trusted_first(policy: Policy, views: Iterable[InstanceView], need: Need) -> list[InstanceView]:
-    """Order by policy, suspects after all others."""
+    """Order by policy, suspects after all others. A policy is asked once, as some take turns."""
     views = list(views)
     trusted = [view for view in views if not view.is_suspect]
     suspect = [view for view in views if view.is_suspect]
-    return [
-        *(policy.order(trusted, need) if trusted else ()),
-        *(policy.order(suspect, need) if suspect else ()),
-    ]
+    return [*policy.order(trusted, need), *suspect] if trusted else policy.order(suspect, need)
 
 
 def same_layout(decode: InstanceView, prefill: InstanceView) -> bool:

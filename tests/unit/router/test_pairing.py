@@ -137,3 +137,16 @@ def test_round_robin_takes_each_in_turn_and_survives_changes() -> None:
     policy = RoundRobin()
     assert [policy.order(views, NEED)[0].instance_id for _ in range(4)] == ["a", "b", "c", "a"]
     assert policy.order(views[::2], NEED)[0].instance_id == "c"
+
+
+def test_a_suspect_does_not_stop_the_turns_of_the_others() -> None:
+    """It comes last among the candidates, and is none of the turns."""
+    names = ("a", "b", "c", "d")
+    views = [replace(PREFILL, instance_id=name, is_suspect=name == "d") for name in names]
+    rules = make_rules("least_load", "round_robin", 9, random.Random(0))
+    pairs = [choose(NEED, views, [DECODE], rules, same_layout) for _ in range(4)]
+    orders = [
+        [view.instance_id for view in pair.prefills] for pair in pairs if isinstance(pair, Pair)
+    ]
+    assert [order[0] for order in orders] == ["a", "b", "c", "a"]
+    assert all(order[-1] == "d" for order in orders)
