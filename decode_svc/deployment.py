@@ -140,5 +140,5 @@ class Deployment(deployment.Deployment):
         described = deployment.Deployment.describe(self, instance_id)
         described.max_rows = self.config.schedule.max_rows
         described.draft_tokens = self.config.spec.draft_tokens
-        described.depth = self.config.schedule.depth
+        described.depth = plan_depth(self.config).per_row
         return described

@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from decode_svc.deployment import Deployment
 from decode_svc.depth import plan_depth
 from decode_svc.ledger import Ledger
 from decode_svc.plan import Emitted, Plan
@@ -14,8 +15,9 @@ from decode_svc.request import DecodeRequest, RequestSpec, State
 from decode_svc.scheduler import DecodeScheduler, Limits
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
-from k3.config.tree import EngineConfig, ParallelConfig, ScheduleConfig
+from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
+from tests.sim.decode_world import NANO
 
 pytestmark = pytest.mark.prefill
 
@@ -128,3 +130,16 @@ def test_one_function_says_how_far_steps_run_ahead() -> None:
     staged = EngineConfig(parallel=ParallelConfig(pp=4), schedule=ScheduleConfig(depth=2))
     assert plan_depth(ahead) == (2, 2)
     assert plan_depth(staged) == (4, 1)
+
+
+def test_the_router_is_told_what_a_request_really_reserves() -> None:
+    """It adds as many groups to the worst case of a request as may be in flight for one row."""
+    config = EngineConfig(
+        role="decode",
+        model=ModelConfig(str(NANO), "nano", "float64", "cpu", 64),
+        cache=CacheConfig(page_tokens=4, pages=12, state_slots=4),
+        parallel=ParallelConfig(pp=2),
+        schedule=ScheduleConfig(max_rows=3, depth=2),
+    )
+    deployment = Deployment.of(config, "digest")
+    assert deployment.describe("d").depth == deployment.scheduler().limits.row_depth == 1
