@@ -229,9 +229,11 @@ def _draft_context(config: EngineConfig, stage: Stage) -> DraftContext | None:
 
 
 def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
-    """The whole drafter, with the target's embedding and head."""
-    if not speculation.has_drafter(config) or stage.embed is None or stage.head is None:
+    """The whole drafter on the last stage, with the target's embedding and head; elsewhere None."""
+    if not speculation.has_drafter(config) or not stage.place.is_last:
         return None
+    assert stage.embed is not None, "the last stage was opened without shared_embedding"
+    assert stage.head is not None, "the last stage has no head"
     return open_drafter(
         Path(config.spec.drafter),
         stage.place.shard,
