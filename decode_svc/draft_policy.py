@@ -3,13 +3,15 @@
 `SpeculationGate` decides first; then, with a calibration, `draft_schedule.width` weighs what the drafts are expected to
 bring against what a wider step costs. The choice is made here, in the front, and travels in the plan, so ranks cannot
 disagree about it. With two steps in flight a confidence is that of drafts which are being checked while the next step
-is planned; it is smoothed then, as the drafts of the step that is planned do not exist yet.
+is planned; it is smoothed then, as the drafts of the step that is planned do not exist yet. A row that just started
+counts as the others do in the mean until its own first group is judged.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from decode_svc.draft_schedule import width
@@ -54,12 +56,12 @@ class DraftPolicy:
             return None
         if self._calibration is None:
             return self._draft_tokens
-        known = [request.confidence for request in requests if request.has_drafts]
-        if not known or not all(known):
-            return (
-                self._draft_tokens
-            )  # a row that just started: its first group says what its drafts are worth
-        return width(known, len(requests), self._calibration.rates)
+        told = [request.confidence for request in requests if request.has_drafts]
+        known = [confidence for confidence in told if confidence]
+        if not known:
+            return self._draft_tokens  # the first groups say what drafts are worth
+        usual = [fmean(column) for column in zip(*known, strict=True)]
+        return width([own or usual for own in told], len(requests), self._calibration.rates)
 
     def heard(
         self, request: DecodeRequest, n_drafts: int, n_accepted: int, confidence: Sequence[float]

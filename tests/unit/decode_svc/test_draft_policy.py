@@ -156,6 +156,20 @@ def test_all_rows_share_the_width_and_pay_for_it_together() -> None:
     assert lengths(take(s)) == [1, 1, 1]
 
 
+def test_a_row_that_just_started_counts_as_the_others_do_in_the_mean() -> None:
+    """Arrivals must not widen every step: with many rows there is one in almost each of them."""
+    per_s = [100.0 / (1 + 0.1 * n) for n in range(16)]
+    s = world(DraftPolicy(K, calibration=calibration(*per_s)))
+    run(s)
+    answer(s, take(s), (0.01, 0.9, 0.9))
+    run(s)
+    plan = take(s)
+    assert (len(plan.opened), lengths(plan)) == (1, [0, 0])
+    answer(s, plan, (0.99, 0.99, 0.99))
+    run(s)
+    assert lengths(take(s)) == [3, 3, 3]
+
+
 def test_confidences_are_calibrated_and_smoothed_when_they_are_late() -> None:
     hot = calibration(1.0, temperatures=(2.0, 1.0, 1.0))
     late = DraftPolicy(K, calibration=hot, is_stale=True)
