@@ -184,6 +184,7 @@ class Incarnation:
                     self._last_result_at = self._clock()
                 message = wire.step_plan(plan, self._starts)
                 self._has_inflight.set()
+                self._metrics.inflight.set(self.scheduler.n_inflight)
                 await self.ranks.send_plan(message)
                 self.handoff.planned(plan.step_id, plan.chunks)
                 self._count_cache()
@@ -201,6 +202,8 @@ class Incarnation:
             for chunk in chunks:
                 self._computed(chunk, rows.get(chunk.key), now)
             self._metrics.chunk_s.observe(result.step_s)
+            self._metrics.bubble_s.inc(result.waited_s)
+            self._metrics.inflight.set(self.scheduler.n_inflight)
             self._count_cache()
             if self.scheduler.n_inflight == 0:
                 self._has_inflight.clear()

@@ -110,7 +110,9 @@ def _first_token(row: plan_pb2.ChunkRow) -> FirstToken:
 
 
 def _result(plan: plan_pb2.StepPlan, step: StageStep, step_s: float) -> plan_pb2.StepResult:
-    result = plan_pb2.StepResult(step_id=plan.step_id, step_s=step_s, forward_s=step.forward_s)
+    result = plan_pb2.StepResult(
+        step_id=plan.step_id, step_s=step_s, forward_s=step.forward_s, waited_s=step.waited_s
+    )
     for row, output in zip(plan.chunks, step.outputs, strict=True):
         if row.is_final or row.HasField("prompt_logprobs"):
             result.rows.append(_row(row, output))

@@ -7,6 +7,7 @@ belongs to a step that was answered, so it has left.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import torch
@@ -33,12 +34,14 @@ class Relay:
         self._layout = layout
         self._dtype, self._device = dtype, device
         self._sending: deque[Pending] = deque()
+        self.waited_s = 0.0  # for the newest frame
 
     def receive(self, step_id: int, n_tokens: int) -> Frame | None:
         """The frame of a step, None on the first stage. Raises GroupFailed when another one comes."""
         if self._place.is_first:
             return None
-        return receive_frame(
+        started = time.perf_counter()
+        frame = receive_frame(
             self._pipeline,
             self._layout,
             n_tokens,
@@ -47,6 +50,8 @@ class Relay:
             self._dtype,
             self._device,
         )
+        self.waited_s = time.perf_counter() - started
+        return frame
 
     def send(self, step_id: int, frame: Frame) -> None:
         """Hand a frame to the next stage; not on the last one."""

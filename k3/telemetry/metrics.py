@@ -253,6 +253,12 @@ class PrefillMetrics(EngineMetrics):
         self.chunk_s = d.histogram(
             "k3_prefill_chunk_seconds", "One step: receipt of the plan to its end.", STEP_S
         )
+        self.inflight = d.gauge(
+            "k3_pp_inflight", "Plans not acknowledged, at most as many as there are stages."
+        )
+        self.bubble_s = d.counter(
+            "k3_pp_bubble_seconds_total", "Seconds the last stage waited for the one before."
+        )
         self.queue_s = d.histogram(
             "k3_prefill_queue_wait_seconds", "From arrival to the first chunk.", LATENCY_S
         )

@@ -76,10 +76,14 @@ class ChunkOutput(NamedTuple):
 
 
 class StageStep(NamedTuple):
-    """Outcome of a step on this rank: an entry per chunk on the last stage, none elsewhere."""
+    """Outcome of a step on this rank: an entry per chunk on the last stage, none elsewhere.
+
+    waited_s: seconds until the frame of the stage before was here.
+    """
 
     outputs: tuple[ChunkOutput, ...]
     forward_s: float
+    waited_s: float
 
 
 class ChunkStage:
@@ -122,9 +126,10 @@ class ChunkStage:
         self._zero_tails(chunks)
         on_launched()
         if place.is_last:
-            return StageStep(self._finish(frame, batch.cu_lens, chunks), forward_s)
+            outputs = self._finish(frame, batch.cu_lens, chunks)
+            return StageStep(outputs, forward_s, self._relay.waited_s)
         self._relay.send(step_id, frame)
-        return StageStep((), forward_s)
+        return StageStep((), forward_s, self._relay.waited_s)
 
     def _write_draft_rows(
         self, taps_TXD: Tensor, batch: ChunkBatch, chunks: Sequence[StageChunk]
