@@ -92,7 +92,7 @@ class Rollback:
     @property
     def tail_shape(self) -> tuple[int, ...]:
         """Of one layer."""
-        return (self.heads, 3, self.head_dim, self.group - 1)
+        return (self.heads, 3, self.group - 1, self.head_dim)
 
     @property
     def record_shape(self) -> tuple[int, ...]:

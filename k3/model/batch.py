@@ -82,7 +82,7 @@ class StageCaches:
     latents: [pages, P, C + R] of MLA layers.
     states: [S * columns, H, D, D] recurrent state, V-first, of KDA layers.
     windows: [S, H, 3 (q, k, v), D, w - 1] last convolution inputs, oldest first.
-    tails: [S, H, 3, D, G - 1] what a verify step holds beyond them. Columns `a .. a + w - 2`
+    tails: [S, H, 3, G - 1, D] what a verify step holds beyond them. Columns `a .. a + w - 2`
       of window ++ tail are the window after `a` accepted drafts. Never transferred.
     columns: pool slots of `states` per state slot.
     records: [S, H, 3 (k, u, g), G, D] what a verify step holds instead of a state per token; empty with snapshots.

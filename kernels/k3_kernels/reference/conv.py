@@ -49,21 +49,21 @@ def verify(
 ) -> Tensor:
     """One group per row. Returns y [B, G, H, S, D] (wide); overwrites the rows' windows and tails.
 
-    windows: [slots, H, S, D, w - 1]; tails: [slots, H, S, D, >= G - 1]; the read starts at
+    windows: [slots, H, S, D, w - 1]; tails: [slots, H, S, >= G - 1, D]; the read starts at
     `read_column_B` (-1: the slot was just filled, as 0), the write leaves column 0 = after the anchor.
     """
     kept = weight_HSDw.shape[-1] - 1
     n_rows, group = u_BGHSD.shape[:2]
     u = u_BGHSD.permute(0, 2, 3, 4, 1)
     old = windows.index_select(0, slots_B)
-    if tails.shape[-1]:
-        old = torch.cat((old, tails.index_select(0, slots_B)), -1)
-        column = read_column_B.clamp(min=0).view(-1, 1) + torch.arange(
-            kept, device=u.device
-        )  # [B, w - 1]
+    if tails.shape[-2]:
+        old = torch.cat((old, tails.index_select(0, slots_B).transpose(-1, -2)), -1)
+        offsets = torch.arange(kept, device=u.device)
+        column = read_column_B.clamp(min=0).view(-1, 1) + offsets  # [B, w - 1]
         old = old.gather(-1, column.view(n_rows, 1, 1, 1, kept).expand(*old.shape[:4], kept))
     u = torch.cat((old.to(u.dtype), u), -1)
     windows.index_copy_(0, slots_B, u[..., 1 : kept + 1].to(windows.dtype))
     if group > 1:
-        tails[slots_B, ..., : group - 1] = u[..., kept + 1 :].to(tails.dtype)
+        rest = u[..., kept + 1 :].transpose(-1, -2)
+        tails[:, :, :, : group - 1].index_copy_(0, slots_B, rest.to(tails.dtype))
     return _filter(u, weight_HSDw).permute(0, 4, 1, 2, 3)

@@ -99,7 +99,7 @@ def test_convolution_matches_over_a_chunk_and_step_by_step() -> None:
         assert_close(window.flatten(0, 2), c["state"][b, :, 1:], ATOL, "window")
     windows, tails = (
         c["state"][..., 1:].reshape(2, 24, 1, 1, 3).clone(),
-        torch.empty(2, 24, 1, 1, 0),
+        torch.empty(2, 24, 1, 0, 1),
     )
     slots, column = torch.arange(2), torch.zeros(2, dtype=torch.int64)
     for t in range(3):

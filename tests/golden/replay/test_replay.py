@@ -71,7 +71,7 @@ def test_replay_leaves_the_committed_state_once_the_next_group_comes(case: str) 
 def test_the_convolution_equals_the_whole_history(case: str) -> None:
     ops, start = ReferenceKda(), get(case, "start_window")
     windows = torch.stack([start.new_full(start.shape, NAN), start])
-    tails = torch.full((2, *start.shape[:3], WIDEST - 1), NAN, dtype=torch.float64)
+    tails = torch.full((2, *start.shape[:2], WIDEST - 1, start.shape[2]), NAN, dtype=torch.float64)
     for at, width, _accepted, read in groups(case):
         u = get(case, "u")[None, at : at + width]
         y = ops.conv_verify(u, get(case, "conv_weight"), windows, tails, torch.tensor([SLOT]), read)

@@ -52,7 +52,7 @@ def test_layer_views_share_the_pools_memory() -> None:
     assert bool((storage.pools["kda"][5, :, 3] == 2).all())
     caches.windows[6][1] = 3.0
     assert bool((storage.pools["conv"][1, :, 5] == 3).all())
-    assert caches.tails[0].shape == (3, 4, 3, 16, 1)
+    assert caches.tails[0].shape == (3, 4, 3, 1, 16)
 
 
 def test_a_stage_without_a_layer_kind_has_no_pool_of_it() -> None:

@@ -94,7 +94,7 @@ def test_convolution_window_after_any_acceptance_equals_the_chunk(
     accepted = seed % group
     nan = float("nan")
     windows = torch.full((2, 2, 3, 4, 3), nan, dtype=F64)
-    tails = torch.full((2, 2, 3, 4, group - 1), nan, dtype=F64)
+    tails = torch.full((2, 2, 3, group - 1, 4), nan, dtype=F64)
     slots, zero = torch.tensor([1]), torch.tensor([0])
     _, windows[1] = conv.chunk(prompt, weight, torch.zeros(2, 3, 4, 3, dtype=F64))
     conv.verify(drafts[None], weight, windows, tails, slots, zero)

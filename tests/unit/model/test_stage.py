@@ -160,7 +160,7 @@ def _poison_rejected(pools: Pools, accepted: int) -> None:
             columns[:accepted] = nan
             columns[accepted + 1 :] = nan
         pools.caches.windows[layer][request.slot][..., :accepted] = nan
-        pools.caches.tails[layer][request.slot][..., accepted:] = nan
+        pools.caches.tails[layer][request.slot][..., accepted:, :] = nan
 
 
 def test_forking_from_a_read_slot_leaves_it_untouched(stage: Stage) -> None:
