@@ -8,7 +8,7 @@ help:   ## this list
 setup:  ## virtual environment, editable install, git hooks
 	@.ci/setup.sh && .ci/hooks.sh
 demo:   ## start the cluster, ask two questions, stream the answers, compare drafts, stop
-	@.ci/local.sh --demo --prefill-pp 2 --cp 2
+	@.ci/local.sh --demo --prefill-pp 2 --prefill-cache-prefix on --cp 2
 run:    ## router, prefill and decode in the foreground, API on port 8000
 	@.ci/local.sh
 check:  ## format, lint, types, import contracts, wire
