@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import deque
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from k3.errors import QueueFull
 from prefill_svc.core.request import State
 from prefill_svc.core.scheduler import Plan, Policy, PrefillScheduler
+
+pytestmark = pytest.mark.prefill
 
 P = 4
 N_PAGES = 24

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefill_svc.core.checkpoints import Mode
 from tests.sim.cache_world import CorruptState, World, live_through
 
+pytestmark = pytest.mark.prefill
+
 HISTORIES, EVENTS = 4, 80
 
 

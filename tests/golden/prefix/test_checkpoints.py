@@ -13,6 +13,8 @@ from prefill_svc.core.checkpoints import NO_SLOT, FilingError, Mode, StateRow, S
 from prefill_svc.core.ladder import Ladder, RungPolicy
 from prefill_svc.core.prefix_cache import gate
 
+pytestmark = pytest.mark.prefill
+
 FOLDER = Path(__file__).parent
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from k3.cache.hash_chain import Extra, page_hashes, root
 
+pytestmark = pytest.mark.prefill
+
 CASES = json.loads((Path(__file__).parent / "hash_chain.json").read_text())["cases"]
 
 

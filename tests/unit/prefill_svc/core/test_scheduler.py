@@ -9,6 +9,8 @@ from prefill_svc.core.prefix_cache import Prompt
 from prefill_svc.core.request import Event, PrefillRequest, State
 from prefill_svc.core.scheduler import Plan, Policy, PrefillScheduler
 
+pytestmark = pytest.mark.prefill
+
 
 def scheduler(
     *,
