@@ -5,7 +5,8 @@ The bar is `threshold`, or, where the cost of steps is calibrated, what the runn
 is more. A closed gate opens when a smaller batch brings the bar down far enough, or after `retry_steps` steps on trial:
 the window starts empty, and the gate cannot close before it is full again. Each trial that fails doubles the wait.
 
-A closed gate only means steps without drafts: groups of one token on the same path. Tokens do not depend on it.
+A closed gate only means steps without drafts: groups of one token on the same path. Under the `match` rule tokens do
+not depend on it, under the others their law does not.
 """
 
 from __future__ import annotations
