@@ -110,8 +110,11 @@ class Alone:
         )
         self._storage = Storage(layout, config.cache.pages, config.cache.state_slots, self._device)
         self._drafter = self._ring = None
-        embed, head = self._stage.embed, self._stage.head
-        if draft is not None and self._storage.draft is not None and embed and head:
+        if draft is not None:
+            embed, head = self._stage.embed, self._stage.head
+            assert embed is not None, "a single stage has the embedding"
+            assert head is not None, "a single stage has the head"
+            assert self._storage.draft is not None, "a layout with draft places has their pool"
             self._drafter = open_drafter(
                 Path(config.spec.drafter),
                 SOLO.shard,
@@ -121,6 +124,7 @@ class Alone:
                 head=head,
                 dtype=config.model.dtype,
                 device=self._device,
+                confidence=speculation.is_by_confidence(config),
             )
             places = speculation.places(config, spec)
             self._ring = DraftRing(self._storage.draft, places, config.spec.draft_window)

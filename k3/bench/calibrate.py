@@ -54,6 +54,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"--draft-tokens {args.draft_tokens} --batch {args.batch}: each must be at least 1"
         )
+    if not args.output.parent.is_dir():
+        raise ConfigError(f"--output {args.output}: there is no folder {args.output.parent}")
     drafter = Path(resolve_drafter(args.drafter, args.model or str(EMBEDDED_MODEL)))
     digest = model_digest(drafter)
     console.print("with drafts: starting a local cluster")

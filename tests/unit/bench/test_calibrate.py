@@ -46,7 +46,14 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
     assert replace(found, drafter="other") != found
 
 
-def test_nonsense_is_refused_before_anything_starts():
-
-    with pytest.raises(ConfigError, match="--draft-tokens 0"):
-        calibrate.run(arguments("--draft-tokens", "0"), Console())
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--draft-tokens", "0"), "--draft-tokens 0"),
+        (("--batch", "4", "0"), "4, 0.*at least 1"),
+        (("--output", "no/such/folder/c.json"), "no folder no/such/folder"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(flags: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        calibrate.run(arguments(*flags), Console())
