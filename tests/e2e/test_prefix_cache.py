@@ -149,6 +149,25 @@ async def test_salts_keep_caches_apart(cluster, oracle):
     assert seen == [0, 96, 0, 0, 96]
 
 
+async def test_the_eighth_turn_of_a_conversation_computes_a_fifth_of_its_prompt_at_most(
+    cluster, oracle
+):
+    """Every turn continues from the last page boundary of the one before: it pays for what is new."""
+    flush(cluster)
+    rng, prompt = random.Random(8), list[int]()
+    for turn in range(8):
+        prompt += [rng.randrange(256) for _ in range(61)]
+        before = counter(cluster, "k3_prefill_tokens_total")
+        case = Case(tuple(prompt), GREEDY)
+        [(tokens, cached)] = await ask(cluster.url, [case])
+        expect_right(oracle, case, tokens)
+        computed = counter(cluster, "k3_prefill_tokens_total") - before
+        assert computed == len(prompt) - cached
+        assert computed <= 61 + ANSWER + PAGE, f"turn {turn}"
+        prompt += tokens
+    assert computed < 0.2 * len(case.prompt)
+
+
 async def test_a_watcher_sees_what_comes_and_goes(cluster):
     """A snapshot first, then every event, by numbers without a gap; a flush clears."""
     flush(cluster)
