@@ -2,7 +2,8 @@
 
 Flags that are not our own go to the services: `--prefill-X` to prefill as `--X`, `--decode-X` to decode, `--router-X`
 to the router; a bare `--X` goes to every service whose configuration has that section, and a bare layout flag (--cp,
---pages, --max-rows, ...) to decode. The embedded model drafts with its own drafter; `--draft-tokens 0` turns that off.
+--pages, --max-rows, ...) to decode; `--cache-prefix on` is prefill's. The embedded model drafts with its own drafter;
+`--draft-tokens 0` turns that off.
 Exit codes: 0 asked to stop, 2 configuration, 3 model, 4 port in use, 1 other.
 """
 
@@ -26,6 +27,7 @@ from k3.errors import ConfigError, K3Error
 from k3.ports import free_ports, is_free
 
 ROUTER = ("http-", "fleet-", "admission-")
+PREFILL = ("cache-prefix", "cache-checkpoints", "cache-checkpoint-")
 EVERYWHERE = ("model", "model-", "telemetry-", "log-")
 ENGINES = (
     *("page-tokens", "cache-page-tokens", "cache-fill-nan", "drafter", "spec-drafter"),
@@ -94,6 +96,8 @@ def _destination(name: str) -> tuple[tuple[str, ...], str]:
         return PREFIXED, name
     if matches(ROUTER):
         return ("router",), name
+    if matches(PREFILL):
+        return ("prefill",), name
     if matches(ENGINES):
         return ("prefill", "decode"), name
     return ("decode",), name

@@ -37,6 +37,11 @@ def test_the_model_goes_to_everybody_and_page_size_to_both_engines() -> None:
     assert flags["prefill"] == flags["decode"] == ["--model", "/m", "--page-tokens", "32"]
 
 
+def test_the_prefix_cache_is_prefills() -> None:
+    words = ["--cache-prefix", "on", "--cache-checkpoint-interval=64", "--cache-checkpoints", "9"]
+    assert split_flags(words) == {"prefill": words, "decode": [], "router": []}
+
+
 def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
     flags = split_flags(["--cache-fill-nan", "--http-strict-params", "--pages", "5"])
     assert flags["prefill"] == ["--cache-fill-nan"]
