@@ -24,7 +24,7 @@ FEW = [
 ]
 MIDDLE = [
     Blocks(64, 64, False, warps=8, hopper=True),
-    Blocks(64, 64, False, warps=8, hopper=True, engine=False),
+    Blocks(64, 64, False, warps=4, hopper=True, wide=True),
     Blocks(32, 64, True, warps=8, hopper=True),
 ]
 MANY = MIDDLE[:2]

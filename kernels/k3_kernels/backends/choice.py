@@ -1,4 +1,4 @@
-"""Attention operations by name for one GPU. Libraries are imported here, when they are chosen, and never before.
+"""Attention and KDA operations by name for one GPU. Libraries are imported here, when they are chosen, and never before.
 
 A name that cannot run is refused with the remedy; only `auto` looks at what is installed, and says in its name what
 it found.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels.api import AttentionOps, BackendError
+from k3_kernels.api import AttentionOps, BackendError, KdaOps
 
+KDA = ("reference", "triton")
 ATTENTION = ("reference", "triton", "flashmla", "flashinfer")
 PACKAGES = {
     "triton": "triton",
@@ -48,6 +49,22 @@ def cuda_attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
                 )
     except (ImportError, RuntimeError) as error:
         raise _missing(name, name, error) from error
+
+
+def cuda_kda(name: str) -> tuple[str, KdaOps]:
+    """The concrete name and the operations of `auto` or `triton`. Raises BackendError."""
+    if name not in ("auto", "triton"):
+        raise BackendError(
+            f"backends.kda={name!r}: not available; available: auto, {', '.join(KDA)}; set backends.kda=auto"
+        )
+    try:
+        from k3_kernels.triton.kda_ops import TritonKda
+    except ImportError as error:
+        raise BackendError(
+            f"backends.kda={name!r}: triton cannot be loaded ({error}); pip install triton, or set "
+            "backends.kda=reference"
+        ) from error
+    return "triton", TritonKda()
 
 
 def _missing(name: str, part: str, error: Exception) -> BackendError:

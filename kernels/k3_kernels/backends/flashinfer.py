@@ -1,10 +1,13 @@
 """FlashInfer's paged MLA (distribution `flashinfer-python`) as attention operations.
 
 Its planner runs on the host: a step's lengths are read back once, before the first layer, so a step cannot be
-captured with it, and `auto` never chooses it. It addresses a pool with 32 bits and refuses larger ones.
+captured with it, and `auto` never chooses it. It addresses a pool with 32 bits and refuses larger ones. Its causal rule
+refuses rows shorter than the group, so a group sees what all its tokens may see, and the rest comes in afterwards.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ class FlashInferAttention(TritonAttention):
     def __init__(self, n_sms: int, device: torch.device, backend: str = "fa3") -> None:
         """backend: FlashInfer's own name, `fa2` or `fa3`. Raises ImportError without the library."""
         super().__init__(n_sms, hopper=True)
-        from flashinfer import mla
+        from flashinfer import mla  # pyright: ignore[reportMissingImports]
 
         self.library = mla
         self.backend = backend
@@ -33,7 +36,7 @@ class FlashInferAttention(TritonAttention):
     ) -> WindowedPlan:
         """Lengths for the library; its own plan follows at the first decode."""
         del max_bound
-        return windowed_plan(page_table_BW, bound_T, group, page_tokens)
+        return windowed_plan(page_table_BW, bound_T, group, page_tokens, causal=False)
 
     def decode(  # type: ignore[override]
         self, q_THK: Tensor, cache_PTK: Tensor, plan: WindowedPlan, scale: float, value_width: int
@@ -48,10 +51,10 @@ class FlashInferAttention(TritonAttention):
         key = (q.shape[1], q.dtype, scale)
         if key not in plan.kept:
             plan.kept[key] = self._planned(q, cache_PTK, plan, scale, value_width)
-        wrapper = plan.kept[key]
+        wrapper: Any = plan.kept[key]
         o, lse = wrapper.run(
             query=q, kv_cache=cache_PTK, return_lse=True, return_lse_base_on_e=True
-        )  # type: ignore[attr-defined]
+        )
         lse_BGH = lse.unflatten(0, (-1, plan.group))
         return corrected(q, cache_PTK, plan, scale, o, lse_BGH)
 
@@ -73,7 +76,7 @@ class FlashInferAttention(TritonAttention):
             head_dim_ckv=value_width,
             head_dim_kpe=q.shape[-1] - value_width,
             page_size=plan.page_tokens,
-            causal=True,
+            causal=plan.causal,
             sm_scale=scale,
             q_data_type=q.dtype,
             kv_data_type=cache.dtype,

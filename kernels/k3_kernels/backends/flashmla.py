@@ -21,7 +21,7 @@ class FlashMlaAttention(TritonAttention):
     def __init__(self, n_sms: int) -> None:
         """Raises ImportError without the library, RuntimeError when it has no Hopper kernels."""
         super().__init__(n_sms, hopper=True)
-        import flash_mla
+        import flash_mla  # pyright: ignore[reportMissingImports]
 
         if not flash_mla.has_legacy():
             raise RuntimeError("flash_mla was built without its Hopper kernels (dense decoding)")
@@ -37,7 +37,7 @@ class FlashMlaAttention(TritonAttention):
                 f"page_tokens={page_tokens}: FlashMLA reads pages of {PAGE}; set cache.page_tokens={PAGE} or "
                 "backends.attention=triton"
             )
-        return windowed_plan(page_table_BW, bound_T, group, page_tokens)
+        return windowed_plan(page_table_BW, bound_T, group, page_tokens, causal=True)
 
     def decode(  # type: ignore[override]
         self, q_THK: Tensor, cache_PTK: Tensor, plan: WindowedPlan, scale: float, value_width: int
@@ -59,7 +59,7 @@ class FlashMlaAttention(TritonAttention):
             value_width,
             schedule,
             softmax_scale=scale,
-            causal=True,
+            causal=plan.causal,
             use_legacy=True,
         )
         return corrected(q.flatten(0, 1), cache_PTK, plan, scale, o.flatten(0, 1), lse_BHG.mT)

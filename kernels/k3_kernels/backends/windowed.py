@@ -1,4 +1,4 @@
-"""Per-token bounds for libraries that know only a length per row: one causal pass, then `mla_window.correct`.
+"""Per-token bounds for libraries that know only a length per row: one pass of theirs, then `mla_window.correct`.
 
 Letters: T tokens, B rows, G group tokens, H heads, C latent width, K = C + R, W pages of a row.
 """
@@ -6,6 +6,7 @@ Letters: T tokens, B rows, G group tokens, H heads, C latent width, K = C + R, W
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import triton
@@ -23,25 +24,28 @@ class WindowedPlan:
     length_B: Tensor
     group: int
     page_tokens: int
+    causal: bool
     kept: dict[tuple[object, ...], object] = field(default_factory=dict[tuple[object, ...], object])
 
 
 def windowed_plan(
-    page_table_BW: Tensor, bound_T: Tensor, group: int, page_tokens: int
+    page_table_BW: Tensor, bound_T: Tensor, group: int, page_tokens: int, causal: bool
 ) -> WindowedPlan:
-    """On the device, without a host read."""
+    """On the device, without a host read. causal: which rule the library follows inside a group."""
     n_rows = page_table_BW.shape[0]
     length_B = torch.empty(n_rows, dtype=torch.int32, device=bound_T.device)
-    reach[(1,)](
-        bound_T,
-        length_B,
-        n_rows,
-        G=group,
-        BLOCK_B=triton.next_power_of_2(n_rows),
-        BLOCK_G=triton.next_power_of_2(group),
+    constants = cast(
+        "dict[str, Any]",
+        {
+            "G": group,
+            "CAUSAL": causal,
+            "BLOCK_B": triton.next_power_of_2(n_rows),
+            "BLOCK_G": triton.next_power_of_2(group),
+        },
     )
+    reach[(1,)](bound_T, length_B, n_rows, **constants)
     pages = page_table_BW.clamp(min=0).to(torch.int32)
-    return WindowedPlan(pages, bound_T, length_B, group, page_tokens)
+    return WindowedPlan(pages, bound_T, length_B, group, page_tokens, causal)
 
 
 def corrected(
@@ -52,10 +56,26 @@ def corrected(
     o_THC: Tensor,
     lse_BGH: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """o (in place) and lse [T, H] as the bounds want them, from the library's causal answer. lse natural, any strides."""
+    """o (in place) and lse [T, H] as the bounds want them, from the library's answer. lse natural, any strides."""
     n_tokens, heads, value_width = o_THC.shape
     shared = q_THK.shape[-1] - value_width
     lse = torch.empty(n_tokens, heads, dtype=torch.float32, device=q_THK.device)
+    constants = cast(
+        "dict[str, Any]",
+        {
+            "H": heads,
+            "G": plan.group,
+            "CAUSAL": plan.causal,
+            "P": plan.page_tokens,
+            "C": value_width,
+            "R": shared,
+            "BLOCK_C": max(16, triton.next_power_of_2(value_width)),
+            "BLOCK_R": max(16, triton.next_power_of_2(shared)),
+            "M": 16,
+            "N": max(16, triton.next_power_of_2(plan.group)),
+            "num_warps": 4,
+        },
+    )
     correct[(n_tokens, triton.cdiv(heads, 16))](
         q_THK,
         cache_PTK,
@@ -69,15 +89,6 @@ def corrected(
         cache_PTK.stride(0),
         plan.page_table_BW.stride(0),
         *lse_BGH.stride(),
-        H=heads,
-        G=plan.group,
-        P=plan.page_tokens,
-        C=value_width,
-        R=shared,
-        BLOCK_C=max(16, triton.next_power_of_2(value_width)),
-        BLOCK_R=max(16, triton.next_power_of_2(shared)),
-        M=16,
-        N=max(16, triton.next_power_of_2(plan.group)),
-        num_warps=4,
+        **constants,
     )
     return o_THC, lse

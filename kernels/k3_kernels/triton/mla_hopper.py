@@ -1,4 +1,4 @@
-"""`mla.attend` for Hopper, written in Gluon: the same contract, with layouts and the order of copies chosen by hand.
+"""`mla.attend` for Hopper and few queries, in Gluon: the same contract, layouts and order of copies chosen by hand.
 
 Triton's pipeliner issues the copy of the next tile after the products of this one, waits for it at once, and lets
 both warp groups compute all scores. Here the copy engine refills a tile's place with the tile after the next as soon as
@@ -29,17 +29,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 _everybody = vars(gl).get("barrier") or gl.thread_barrier  # its name until triton 3.6
 
 
-def descriptors(
-    cache_PTK: Tensor, keys: int, latent: int
-) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The cache as one long matrix of rows, for the copy engine: tiles of the latent and of the shared part."""
-    n_pages, page_tokens, width = cache_PTK.shape
-    n_rows = (n_pages - 1) * (cache_PTK.stride(0) // width) + page_tokens
-    rows = cache_PTK.as_strided((n_rows, width), (width, 1))
+def descriptors(rows: Tensor, keys: int, latent: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """A matrix of latent rows for the copy engine: tiles of the latent and of the shared part."""
     layout = gl.NVMMASharedLayout(128, 16)
     return (
         TensorDescriptor.from_tensor(rows, [keys, latent], layout),
-        TensorDescriptor.from_tensor(rows, [keys, width - latent], layout),
+        TensorDescriptor.from_tensor(rows, [keys, rows.shape[1] - latent], layout),
     )
 
 
@@ -106,39 +101,6 @@ def _copy_by_threads(
 @gluon.jit
 def _page(pages, tile, tail, P: gl.constexpr, N: gl.constexpr):
     return gl.load(pages + tile // (P // N), mask=tile < tail, other=0)
-
-
-@gluon.jit
-def _refill(
-    cache,
-    latents,
-    shareds,
-    k_NC,
-    k_NR,
-    arrived,
-    page,
-    page_rows,
-    page_stride,
-    tile,
-    slot,
-    there,
-    n_keys,
-    P: gl.constexpr,
-    N: gl.constexpr,
-    C: gl.constexpr,
-    R: gl.constexpr,
-    W: gl.constexpr,
-    ENGINE: gl.constexpr,
-):
-    if ENGINE:
-        _start_copy(
-            latents, shareds, k_NC, k_NR, arrived, page, page_rows, tile, slot, there, P, N, C, R
-        )
-    else:
-        seen = gl.where(there, n_keys, 0)
-        _copy_by_threads(
-            cache, k_NC.index(slot), k_NR.index(slot), page, page_stride, tile, seen, P, N, C, R, W
-        )
 
 
 @gluon.jit
@@ -245,7 +207,6 @@ def attend_hopper(
     UNIT: gl.constexpr,
     FEWEST: gl.constexpr,
     KEYS_FIRST: gl.constexpr,
-    ENGINE: gl.constexpr,
     W: gl.constexpr,
 ):
     """One piece of the line for one block of queries, as `mla.attend`. scale includes log2(e)."""
@@ -316,9 +277,9 @@ def attend_hopper(
             tail = gl.minimum(last * (UNIT // N), (n_keys + N - 1) // N)
             full = gl.minimum(tail, n_keys // N)
             for i in gl.static_range(2):
-                _refill(
-                    cache, latents, shareds, k_NC, k_NR, arrived, _page(pages, head + i, full, P, N), page_rows,
-                    page_stride, head + i, (turn + i) % 2, head + i < full, n_keys, P, N, C, R, W, ENGINE,
+                _start_copy(
+                    latents, shareds, k_NC, k_NR, arrived, _page(pages, head + i, full, P, N), page_rows,
+                    head + i, (turn + i) % 2, head + i < full, P, N, C, R,
                 )  # fmt: skip
             base = row.to(gl.int64) * (G * H)
             bound_M = gl.load(bound + row * G + gl.minimum(m // H, G - 1))
@@ -333,11 +294,7 @@ def attend_hopper(
                 page = _page(
                     pages, tile + 2, full, P, N
                 )  # needed at the end: its latency is hidden
-                if ENGINE:
-                    mbarrier.wait(arrived.index(slot), (turn // 2) % 2)
-                else:
-                    async_copy.wait_group(1)
-                    fence_async_shared()
+                mbarrier.wait(arrived.index(slot), (turn // 2) % 2)
                 s = _scores(
                     q_MC, q_MR, k_NC.index(slot), k_NR.index(slot), s_shape, KEYS_FIRST, score
                 )
@@ -347,13 +304,11 @@ def attend_hopper(
                 )  # fmt: skip
                 acc = warpgroup_mma_wait(0, deps=[product])
                 _everybody()  # both warp groups are done with the slot
-                _refill(
-                    cache, latents, shareds, k_NC, k_NR, arrived, page, page_rows, page_stride, tile + 2, slot,
-                    tile + 2 < full, n_keys, P, N, C, R, W, ENGINE,
+                _start_copy(
+                    latents, shareds, k_NC, k_NR, arrived, page, page_rows, tile + 2, slot,
+                    tile + 2 < full, P, N, C, R,
                 )  # fmt: skip
                 turn += 1
-            if not ENGINE:
-                async_copy.wait_group(0)
             if tail > full:
                 page = _page(pages, full, tail, P, N)
                 _copy_by_threads(

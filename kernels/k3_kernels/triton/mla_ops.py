@@ -28,8 +28,7 @@ class Blocks:
     """How one shape is cut: queries and keys of a block, which of them lie along the matrix unit's rows, resources.
 
     fewest: steps of `UNIT` keys below which a row is not split further; at_once: pieces merged at a time, 0: as many as
-    a row has on average; hopper: by `mla_hopper` (which ignores `stages`) instead of `mla`, engine: tiles brought by the
-    copy engine, else by the threads.
+    a row has on average; hopper: by `mla_hopper`, wide: by `mla_wide`, which both ignore `stages`.
     """
 
     queries: int
@@ -41,17 +40,18 @@ class Blocks:
     fewest: int = 2
     at_once: int = 0
     hopper: bool = False
-    engine: bool = True
+    wide: bool = False
 
 
-def blocks_for(n_queries: int, hopper: bool) -> Blocks:
-    """n_queries: heads times group tokens, all of which share their keys."""
+def blocks_for(heads: int, group: int, hopper: bool) -> Blocks:
+    """For `heads * group` queries that share their keys, as tuned by `benchmarks/tune_mla.py` on an H200."""
+    n_queries = heads * group
     if n_queries <= 16:
         return Blocks(16, 64, True, warps=8 if hopper else 4, hopper=hopper)
     if n_queries <= 32:
         return Blocks(32, 64, True, warps=8, hopper=hopper)
-    # Many blocks of queries read the same tiles at once; there the threads' copies were faster than the engine's.
-    return Blocks(64, 64, False, warps=8, hopper=hopper, engine=n_queries <= 64)
+    # One token's queries wait for keys, a group's for the matrix unit.
+    return Blocks(64, 64, False, warps=8, hopper=hopper, wide=hopper and group > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class TritonAttention:
         n_rows, group = n_tokens // plan.group, plan.group
         queries = heads * group
         fits = _fits_hopper(cache_PTK, value_width)
-        blocks = self.blocks or blocks_for(queries, self.hopper and fits)
+        blocks = self.blocks or blocks_for(heads, group, self.hopper and fits)
         n_blocks = triton.cdiv(queries, blocks.queries)
         n_parts = _parts(max(1, self.n_sms * blocks.per_sm // n_blocks), n_rows)
         block_c = max(16, triton.next_power_of_2(value_width))
@@ -148,27 +148,13 @@ class TritonAttention:
             "FEWEST": blocks.fewest,
             "KEYS_FIRST": blocks.keys_first,
         }
-        if blocks.hopper:
-            from k3_kernels.triton.mla_hopper import (
-                attend_hopper,
-                descriptors,
-            )  # not in the interpreter
-
-            q, cache, *others = tensors
-            whole = descriptors(cache_PTK, blocks.keys, value_width)
-            attend_hopper[(n_blocks, n_parts)](
-                q,
-                cache,
-                *whole,
-                *others,
-                *numbers,
-                **shape,
-                ENGINE=blocks.engine,
-                W=blocks.warps,
-                num_warps=blocks.warps,
-            )
+        grid = (n_blocks, n_parts)
+        if blocks.wide:
+            _attend_wide(grid, tensors, numbers, shape)
+        elif blocks.hopper:
+            _attend_hopper(grid, tensors, numbers, shape, blocks.warps)
         else:
-            attend[(n_blocks, n_parts)](
+            attend[grid](
                 *tensors,
                 *numbers,
                 **shape,
@@ -202,6 +188,43 @@ class TritonAttention:
         return combine.merge(o_RTHD, lse_RTH)
 
 
+def _attend_hopper(
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float | int, ...],
+    shape: dict[str, int],
+    warps: int,
+) -> None:
+    from k3_kernels.triton.mla_hopper import attend_hopper, descriptors  # not in the interpreter
+
+    q_THK, cache_PTK, *others = tensors
+    tiles = descriptors(_rows(cache_PTK), shape["N"], shape["C"])
+    attend_hopper[grid](
+        q_THK, cache_PTK, *tiles, *others, *numbers, **shape, W=warps, num_warps=warps
+    )
+
+
+def _attend_wide(
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float | int, ...],
+    shape: dict[str, int],
+) -> None:
+    from k3_kernels.triton.mla_wide import attend_wide, descriptors  # not in the interpreter
+
+    q_THK, cache_PTK, *others = tensors
+    tiles = (*descriptors(_rows(cache_PTK)), *descriptors(q_THK.flatten(0, 1)))
+    kept = {name: shape[name] for name in ("H", "G", "P", "R", "BLOCK_B", "M", "N", "FEWEST")}
+    attend_wide[grid](cache_PTK, *tiles, *others, *numbers, **kept, D=shape["C"] // 2, num_warps=4)
+
+
+def _rows(cache_PTK: Tensor) -> Tensor:
+    """The pages as one long matrix of latent rows, those of other layers between them included."""
+    n_pages, page_tokens, width = cache_PTK.shape
+    n_rows = (n_pages - 1) * (cache_PTK.stride(0) // width) + page_tokens
+    return cache_PTK.as_strided((n_rows, width), (width, 1))
+
+
 def _parts(n_parts: int, n_rows: int) -> int:
     """Pieces to cut the line into: a few less when rows of one length then share none, which saves starting over."""
     even = n_parts // n_rows * n_rows
@@ -209,12 +232,10 @@ def _parts(n_parts: int, n_rows: int) -> int:
 
 
 def _fits_hopper(cache_PTK: Tensor, latent: int) -> bool:
-    """What `mla_hopper` asks of a cache."""
+    """Whether the Hopper kernels take such a cache: K3's widths, whole tiles on a page, rows at multiples of a row."""
     _, page_tokens, width = cache_PTK.shape
-    shared = width - latent
-    powers = all(x & (x - 1) == 0 for x in (latent, shared))
     aligned = page_tokens % UNIT == 0 and cache_PTK.stride(0) % width == 0
-    return powers and aligned and latent >= 256 and shared >= 64 and cache_PTK.dtype.itemsize == 2
+    return (width, latent) == (576, 512) and aligned and cache_PTK.dtype.itemsize == 2
 
 
 def _check(q_THK: Tensor, cache_PTK: Tensor) -> None:

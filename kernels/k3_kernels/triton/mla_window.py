@@ -1,9 +1,9 @@
-"""What a library's causal attention misses of per-token bounds, and its correction.
+"""What a library's attention misses of per-token bounds, and its correction.
 
-Libraries know one length per row and the usual causal rule: with length L, token i of G sees L - (G - 1 - i) keys.
-`reach` picks the largest L for which nobody sees a key beyond its bound; bounds of a group grow by at most one a token,
-so what a token misses is a window of fewer than G keys, [L - (G - 1 - i), bound_i). Where one rank holds all keys the
-windows are empty. `correct` brings the windows in, drops the library's answer where it saw nothing (bound 0, or fewer
+Libraries know one length per row, with the usual causal rule (with length L, token i of G sees L - (G - 1 - i) keys) or
+without (all see L). `reach` picks the largest L for which nobody sees a key beyond its bound; bounds of a group grow by
+at most one a token, so what a token misses is a window of fewer than G keys up to its bound. With the causal rule the
+windows are empty where one rank holds all keys. `correct` brings the windows in, drops the library's answer where it saw nothing (bound 0, or fewer
 keys than later tokens), and writes the lse as [T, H].
 
 Letters: T tokens, B rows, G group tokens, H heads, C latent width, R shared key dims, M heads of a block, N window keys.
@@ -16,13 +16,22 @@ import triton.language as tl
 
 
 @triton.jit
-def reach(bound, length, n_rows, G: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr):
+def reach(
+    bound,
+    length,
+    n_rows,
+    G: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """`length` [B] for the library, at least 1 (it reads a page of every row); tokens with bound 0 have no say."""
     row = tl.arange(0, BLOCK_B)
     token = tl.arange(0, BLOCK_G)
     here = (row < n_rows)[:, None] & (token < G)[None, :]
     bounds = tl.load(bound + row[:, None] * G + token[None, :], mask=here, other=0)
-    allowed = tl.where(bounds > 0, bounds + (G - 1 - token)[None, :], 2147483647)
+    later = (G - 1 - token)[None, :] if CAUSAL else 0
+    allowed = tl.where(bounds > 0, bounds + later, 2147483647)
     most = tl.minimum(tl.min(allowed, 1), tl.max(bounds, 1))
     tl.store(length + row, tl.maximum(most, 1), mask=row < n_rows)
 
@@ -45,6 +54,7 @@ def correct(
     lse_head,
     H: tl.constexpr,
     G: tl.constexpr,
+    CAUSAL: tl.constexpr,
     P: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -58,7 +68,8 @@ def correct(
     row = t // G
     h = tl.program_id(1) * M + tl.arange(0, M)
     n_keys = tl.load(bound + t)
-    start = tl.minimum(tl.maximum(tl.load(length + row) - (G - 1 - t % G), 0), n_keys)
+    later = G - 1 - t % G if CAUSAL else 0
+    start = tl.minimum(tl.maximum(tl.load(length + row) - later, 0), n_keys)
     lse_at = lse + row.to(tl.int64) * lse_row + (t % G) * lse_token + h * lse_head
     known = (h < H) & (start > 0)
     lse_M = tl.load(lse_at, mask=known, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""Per-token bounds brought into a library's causal answer: a causal pass in float64 stands where the library would.
+"""Per-token bounds brought into a library's answer: a pass in float64 by its rule stands where the library would.
 
 What the stand-in leaves in queries without keys is NaN, as a library may.
 """
@@ -15,24 +15,26 @@ from tests.latent_steps import SHAPES, step
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("bounds", SHAPES.values(), ids=SHAPES)
-def test_a_causal_pass_and_the_window_equal_the_bounds(bounds: list[list[int]]) -> None:
+def test_a_pass_and_the_windows_equal_the_bounds(bounds: list[list[int]], causal: bool) -> None:
     case = step(bounds, heads=5)
     group, tokens = case.group, case.page_tokens
-    plan = windowed_plan(case.table_BW, case.bound_T, group, tokens)
+    plan = windowed_plan(case.table_BW, case.bound_T, group, tokens, causal)
     scale, value = 0.2, 32
-    seen = plan.length_B.unsqueeze(1) - group + 1 + torch.arange(group, device=case.bound_T.device)
-    causal = type(case)(
+    later = torch.arange(group - 1, -1, -1, device=case.bound_T.device) * causal
+    seen = plan.length_B.unsqueeze(1) - later
+    blindly = type(case)(
         case.q_THK,
         case.cache_PTK.nan_to_num(),
         plan.page_table_BW,
         seen.clamp(min=0).flatten().to(torch.int32),
         group,
     )
-    o, lse = causal.reference(scale, value)
+    o, lse = blindly.reference(scale, value)
     blind = lse == float("-inf")
     o[blind], lse[blind] = float("nan"), float("inf")
-    assert bool((causal.bound_T <= case.bound_T)[case.bound_T > 0].all())
+    assert bool((blindly.bound_T <= case.bound_T)[case.bound_T > 0].all())
 
     lse_BGH = lse.float().unflatten(0, (-1, group))
     got_o, got_lse = corrected(case.q_THK, case.cache_PTK, plan, scale, o.float(), lse_BGH)
