@@ -229,7 +229,11 @@ class BackendsConfig:
         "attention kernels; auto = reference on CPU, the fastest installed one on a GPU",
         choices=("auto", "reference", "triton", "flashmla", "flashinfer"),
     )
-    kda: str = key("auto", "KDA kernels", choices=("auto", "reference"))
+    kda: str = key(
+        "auto",
+        "KDA kernels; auto = reference on CPU, triton on a GPU",
+        choices=("auto", "reference", "triton"),
+    )
     moe_weights: str = key(
         "auto",
         "MXFP4 experts: dequantized at load or per use",

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import torch
 from k3_kernels.api import KdaOps
-from k3_kernels.reference.kda import l2_normalize
+from k3_kernels.reference.group import GroupCache, GroupRule, split_heads
 from k3_kernels.reference.norm import gated_rms_norm
-from k3_kernels.reference.precision import constant
 from torch import Tensor
 
 from k3.model.batch import ChunkBatch, StageCaches, VerifyBatch
@@ -56,29 +55,30 @@ class Kda:
             weights.take(f"{prefix}{s}_conv1d.weight", shard=shard, dtype=acc)
             for s in ("q", "k", "v")
         ]
-        self.conv_HSKw = torch.stack([c.reshape(heads, dim, -1) for c in convs], 1).contiguous()
+        conv_HSKw = torch.stack([c.reshape(heads, dim, -1) for c in convs], 1)
+        # Stored tap by tap, so that a kernel reads a tap of all channels at once.
+        conv_HSKw = conv_HSKw.transpose(-1, -2).contiguous().transpose(-1, -2)
         # A_log may be zero-padded: cut to the real heads before splitting.
         a_log = weights.take(f"{prefix}A_log", dtype=acc).flatten()[: spec.kda.n_heads]
-        self.decay_H = a_log[shard.of(spec.kda.n_heads)].exp()
-        self.dt_bias = weights.take(f"{prefix}dt_bias", shard=shard, dtype=acc)
+        self.rule = GroupRule(
+            conv_HSDw=conv_HSKw,
+            bias_HD=weights.take(f"{prefix}dt_bias", shard=shard, dtype=acc).view(heads, dim),
+            decay_H=a_log[shard.of(spec.kda.n_heads)].exp(),
+            lower_bound=spec.kda.gate_lower_bound,
+            eps=QK_NORM_EPS,
+        )
+        ops.require(dim, conv_HSKw.shape[-1], weights.dtype)
         self.o_norm = weights.take(f"{prefix}o_norm.weight", dtype=acc)
         self.o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Convolution input [T, H, 3, K], output gate [T, H, K], log decay g (wide), beta (wide)."""
+        """Convolution input [T, H, 3, K], output gate [T, H, K], raw decay gate [T, H, K], raw beta [T, H]."""
         u, gate, f_a, beta = linear(x_TD, self.entry).split(self.widths, -1)
         if not self.spec.full_rank_gate:
             gate = linear(gate, self.g_b)
         heads = (-1, self.n_heads, self.head_dim)
-        raw = linear(f_a, self.f_b).to(self.dt_bias.dtype) + self.dt_bias
-        g = self.ops.gate(raw.view(heads), self.decay_H, self.spec.gate_lower_bound)
         u_THSK = u.view(-1, self.n_heads, 3, self.head_dim)
-        return u_THSK, gate.view(heads), g, torch.sigmoid(beta.to(g.dtype))
-
-    def _qkv(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved [..., H, 3, K] -> normalised q and k, and v."""
-        qk = l2_normalize(y[..., :2, :], QK_NORM_EPS)
-        return qk[..., 0, :] * constant(self.head_dim**-0.5, y), qk[..., 1, :], y[..., 2, :]
+        return u_THSK, gate.view(heads), linear(f_a, self.f_b).view(heads), beta
 
     def _leave(self, o_THK: Tensor, gate_THK: Tensor) -> Tensor:
         o = gated_rms_norm(o_THK, gate_THK, self.o_norm, self.eps)
@@ -86,7 +86,10 @@ class Kda:
 
     def chunk(self, x_TD: Tensor, caches: StageCaches, batch: ChunkBatch) -> Tensor:
         """Each request continues from its read slot (-1: zeros) and leaves its write slot."""
-        u, gate, g, beta = self._enter(x_TD)
+        u, gate, raw, beta = self._enter(x_TD)
+        rule = self.rule
+        g = self.ops.gate(raw.to(rule.bias_HD.dtype) + rule.bias_HD, rule.decay_H, rule.lower_bound)
+        beta = torch.sigmoid(beta.to(g.dtype))
         states, windows = caches.states[self.layer], caches.windows[self.layer]
         outputs: list[Tensor] = []
         for r, (read, write) in enumerate(zip(batch.read_slots, batch.write_slots, strict=True)):
@@ -94,8 +97,8 @@ class Kda:
             window, state = windows[read], states[read * caches.columns]
             if read < 0:
                 window, state = torch.zeros_like(window), torch.zeros_like(state)
-            y, window = self.ops.conv_chunk(u[at], self.conv_HSKw, window)
-            q, k, v = self._qkv(y)
+            y, window = self.ops.conv_chunk(u[at], rule.conv_HSDw, window)
+            q, k, v = split_heads(y, rule.eps)
             o, state = self.ops.chunk(q, k, v, g[at], beta[at], state.to(q.dtype))
             windows[write] = window.to(windows.dtype)
             states[write * caches.columns] = state.to(states.dtype)
@@ -104,27 +107,21 @@ class Kda:
 
     def verify(self, x_TD: Tensor, caches: StageCaches, batch: VerifyBatch) -> Tensor:
         """One group per row from its read column; what every token of it may leave behind stays until the next."""
-        u, gate, g, beta = self._enter(x_TD)
-        rows = (-1, batch.group)
-        y = self.ops.conv_verify(
+        u, gate, raw, beta = self._enter(x_TD)
+        rows, layer = (-1, batch.group), self.layer
+        o = self.ops.group(
             u.unflatten(0, rows),
-            self.conv_HSKw,
-            caches.windows[self.layer],
-            caches.tails[self.layer],
-            batch.state_slots_B,
-            batch.read_column_B,
-        )
-        q, k, v = self._qkv(y)
-        o = self.ops.verify(
-            q,
-            k,
-            v,
-            g.unflatten(0, rows),
+            raw.unflatten(0, rows),
             beta.unflatten(0, rows),
-            caches.states[self.layer],
+            self.rule,
+            GroupCache(
+                caches.states[layer],
+                caches.windows[layer],
+                caches.tails[layer],
+                caches.columns,
+                caches.records.get(layer),
+            ),
             batch.state_slots_B,
             batch.read_column_B,
-            caches.columns,
-            caches.records.get(self.layer),
         )
         return self._leave(o.flatten(0, 1), gate)

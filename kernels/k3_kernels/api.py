@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from k3_kernels.reference import attnres, conv, kda, lse, mla, moe, replay
+from k3_kernels.reference.group import GroupCache, GroupRule
+from k3_kernels.reference.group import verify as verify_group
 from k3_kernels.reference.moe import ExpertWeights, Routing
 
 
@@ -72,24 +74,15 @@ class AttentionOps(Protocol):
 
 
 class KdaOps(Protocol):
-    """Short convolution and delta-rule recurrence. Shapes and rules: `reference.conv`, `reference.kda`."""
+    """Short convolution, gate and delta-rule recurrence. Shapes: `reference.conv`, `reference.kda`, `reference.group`.
+
+    Chunks go through their parts; a verify group is one operation, which backends fuse.
+    """
 
     def conv_chunk(
         self, u_THSD: Tensor, weight_HSDw: Tensor, window_HSDX: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One request's chunk: y and the next window."""
-        ...
-
-    def conv_verify(
-        self,
-        u_BGHSD: Tensor,
-        weight_HSDw: Tensor,
-        windows: Tensor,
-        tails: Tensor,
-        slots_B: Tensor,
-        read_column_B: Tensor,
-    ) -> Tensor:
-        """One group per row: y; overwrites windows and tails."""
         ...
 
     def gate(self, raw_THD: Tensor, decay_H: Tensor, lower_bound: float | None) -> Tensor:
@@ -108,24 +101,21 @@ class KdaOps(Protocol):
         """One request's chunk: o and the final state."""
         ...
 
-    def verify(
+    def group(
         self,
-        q_BGHD: Tensor,
-        k_BGHD: Tensor,
-        v_BGHD: Tensor,
-        g_BGHD: Tensor,
+        u_BGHSD: Tensor,
+        raw_BGHD: Tensor,
         beta_BGH: Tensor,
-        states: Tensor,
+        rule: GroupRule,
+        cache: GroupCache,
         slots_B: Tensor,
         read_column_B: Tensor,
-        columns: int,
-        records: Tensor | None = None,
     ) -> Tensor:
-        """One group per row from its read column (-1: the slot was just filled): o.
+        """Verify groups from convolution inputs, raw gate and raw beta to o [B, G, H, D]: `reference.group.verify`."""
+        ...
 
-        Without `records` one state per group token stays (snapshots: `reference.kda.verify`), `columns` per slot;
-        with them the state before the group and a record per token (replay: `reference.replay.verify`, columns = 1).
-        """
+    def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
+        """At load. Raises BackendError when heads of this kind cannot be computed."""
         ...
 
 
@@ -176,6 +166,10 @@ class ReferenceKda:
     conv_verify = staticmethod(conv.verify)
     gate = staticmethod(kda.gate)
     chunk = staticmethod(kda.chunk)
+    group = staticmethod(verify_group)
+
+    def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
+        """Everything can be computed."""
 
     def verify(
         self,
@@ -191,11 +185,11 @@ class ReferenceKda:
         records: Tensor | None = None,
     ) -> Tensor:
         """Snapshots without records, replay with them."""
-        group = (q_BGHD, k_BGHD, v_BGHD, g_BGHD, beta_BGH)
+        tokens = (q_BGHD, k_BGHD, v_BGHD, g_BGHD, beta_BGH)
         if records is None:
-            return kda.verify(*group, states, slots_B, read_column_B, columns)
+            return kda.verify(*tokens, states, slots_B, read_column_B, columns)
         assert columns == 1, f"columns={columns}: a slot with records holds one state"
-        return replay.verify(*group, states, records, slots_B, read_column_B)
+        return replay.verify(*tokens, states, records, slots_B, read_column_B)
 
 
 class ReferenceMoe:
@@ -239,17 +233,22 @@ def _attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
     return _choose("attention", name), ReferenceAttention()
 
 
+def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
+    if device.type == "cuda" and name != "reference":
+        from k3_kernels.backends.choice import cuda_kda
+
+        return cuda_kda(name)
+    return _choose("kda", name), ReferenceKda()
+
+
 def select(backends: Backends, device: torch.device) -> Ops:
     """Choose implementations for `device`, once per process. Raises BackendError."""
     attention_name, attention = _attention(backends.attention, device)
-    chosen = Backends(
-        attention_name,
-        _choose("kda", backends.kda),
-        _choose("moe", backends.moe),
-    )
+    kda_name, kda_ops = _kda(backends.kda, device)
+    chosen = Backends(attention_name, kda_name, _choose("moe", backends.moe))
     return Ops(
         attention=attention,
-        kda=ReferenceKda(),
+        kda=kda_ops,
         moe=ReferenceMoe(),
         mix=attnres.mix,
         chosen=chosen,
