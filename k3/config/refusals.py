@@ -35,6 +35,7 @@ from k3.model.spec import K3Spec
 
 PREFILL, DECODE, ENGINES = ("prefill",), ("decode", "both"), ("prefill", "decode", "both")
 NOT_YET = "not available in this version"
+GPU_ATTENTION = ("triton", "flashmla", "flashinfer")
 
 ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     Rule(
@@ -72,6 +73,24 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         "no GPU driver file exists on this machine",
         "set model.device=cpu or auto",
         lambda c: c.model.device == "cuda" and not any(f.exists() for f in GPU_DRIVER_FILES),
+    ),
+    Rule(
+        "GPU_ATTENTION",
+        ENGINES,
+        ("backends.attention", "model.device"),
+        "backends.attention = triton, flashmla or flashinfer on a CPU",
+        "these are kernels for GPUs",
+        "set backends.attention=auto, or model.device=cuda",
+        lambda c: c.model.device == "cpu" and c.backends.attention in GPU_ATTENTION,
+    ),
+    Rule(
+        "FLASHMLA_PAGES",
+        ENGINES,
+        ("backends.attention", "cache.page_tokens"),
+        "backends.attention = flashmla with cache.page_tokens other than 64",
+        "FlashMLA reads pages of 64 tokens",
+        "set cache.page_tokens=64, or backends.attention=auto",
+        lambda c: c.backends.attention == "flashmla" and c.cache.page_tokens != 64,
     ),
     Rule(
         "HELIX_PREFILL",

@@ -21,6 +21,12 @@ ENGINE_CASES = [
     ("ROLE_BOTH", "decode", {"role": "both"}),
     ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
     ("DEVICE", "prefill", {"model.device": "cuda"}),
+    ("GPU_ATTENTION", "decode", {"model.device": "cpu", "backends.attention": "triton"}),
+    (
+        "FLASHMLA_PAGES",
+        "decode",
+        {"backends.attention": "flashmla", "cache.page_tokens": "32"},
+    ),
     ("HELIX_PREFILL", "prefill", {"parallel.cp": "2"}),
     ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
     ("PP_REMOTE_KV", "decode", {"parallel.pp": "2"}),
@@ -98,6 +104,7 @@ ROUTER_CASES = [
 WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_CUDA_GRAPH", "PP_SPEC_PAIR"}
 # Settings that break a second rule by nature.
 COMPANIONS = {
+    "FLASHMLA_PAGES": {"GPU_ATTENTION"},
     "GATE_PIPELINE": {"PP_REMOTE_KV"},
     "CONFIDENCE_HELIX": {"CONFIDENCE_UNCALIBRATED"},
     "CONFIDENCE_WITHOUT_DRAFTS": {"CONFIDENCE_UNCALIBRATED"},
@@ -156,7 +163,9 @@ def test_every_axis_that_ranks_share_must_divide(tmp_path, key, size, name):
 def calibration(path: Path, **changes: object) -> dict[str, str]:
     """A file for the shipped drafter, and the flags that use it."""
     digest = model_digest(EMBEDDED_MODEL / "draft-mla")
-    good = {"drafter": digest, "temperatures": [1.5] * 7, "tokens": [1, 8], "steps_per_s": [9, 5]}
+    drafting = {"tokens": [1, 8], "steps_per_s": [9, 5]}
+    plain = {"plain_rows": [1, 2], "plain_steps_per_s": [9, 8]}
+    good = {"drafter": digest, "temperatures": [1.5] * 7} | drafting | plain
     path.write_text(json.dumps(good | changes))
     return DRAFTING | {"spec.draft_schedule": "confidence", "spec.calibration": str(path)}
 
@@ -177,6 +186,8 @@ def test_confidence_with_a_calibration_of_this_drafter_is_accepted(tmp_path):
         ({"tokens": [1, 8.5]}, "tokens: expected ascending whole numbers"),
         ({"steps_per_s": [5]}, "one rate for each of the 2 sizes"),
         ({"steps_per_s": ["5", True]}, "steps_per_s: expected a list of positive numbers"),
+        ({"plain_rows": [1]}, "plain_steps_per_s: expected one rate for each of the 1 sizes"),
+        ({"plain_steps_per_s": []}, "plain_steps_per_s: expected a list of positive numbers"),
     ],
 )
 def test_a_calibration_that_does_not_fit_is_refused_by_field(tmp_path, changes, says):
