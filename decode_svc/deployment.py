@@ -62,7 +62,7 @@ class Deployment(deployment.Deployment):
             rule = GateRule(spec.gate_window, spec.gate_threshold, spec.gate_retry_steps)
             costs = no_cost
             if calibration is not None:
-                costs = partial(calibration.rates.break_even, group=1 + spec.draft_tokens)
+                costs = partial(calibration.break_even, group=1 + spec.draft_tokens)
             gate = SpeculationGate(rule, costs)
         return DraftPolicy(
             spec.draft_tokens,

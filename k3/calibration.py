@@ -23,6 +23,8 @@ BINS = 20
 GRID = tuple(round(0.5 + 0.05 * i, 2) for i in range(71))  # temperatures that are tried, 0.5 .. 4
 REMEDY = "measure it with `k3-bench calibrate`"
 LARGEST = 1e9  # no number of a calibration is larger
+DRAFTING = ("tokens", "steps_per_s")  # fields of a file: sizes and rates of steps that draft
+PLAIN = ("plain_rows", "plain_steps_per_s")  # and of steps that do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,22 @@ class StepRates:
             return self.per_s[i]
         return self.per_s[-1] * self.tokens[-1] / n_tokens
 
-    def break_even(self, n_rows: int, group: int) -> float:
-        """Drafts that must be accepted per row and step for groups of `group` tokens to beat plain decoding."""
-        return max(0.0, self.at(n_rows) / self.at(n_rows * group) - 1.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured for one drafter on one machine. drafter: digest of its folder."""
+    """What was measured for one drafter on one machine. drafter: digest of its folder.
+
+    rates: of steps that draft, the drafter's time included. plain: of steps without drafts, a token for each row.
+    """
 
     drafter: str
     temperatures: tuple[float, ...]
     rates: StepRates
+    plain: StepRates
+
+    def break_even(self, n_rows: int, group: int) -> float:
+        """Drafts that must be accepted per row and step for groups of `group` tokens to beat plain decoding."""
+        return max(0.0, self.plain.at(n_rows) / self.rates.at(n_rows * group) - 1.0)
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
@@ -78,29 +84,34 @@ class Calibration:
         drafter = fields.get("drafter")
         if not isinstance(drafter, str) or not drafter:
             raise wrong("drafter", "the digest of a drafter's folder")
-        values: dict[str, list[float]] = {}
-        for name in ("temperatures", "tokens", "steps_per_s"):
+
+        def numbers(name: str) -> tuple[float, ...]:
             found = fields.get(name)
             items = cast("list[Any]", found) if isinstance(found, list) else []
             if not items or not all(type(x) in (int, float) and 0 < x < LARGEST for x in items):
                 raise wrong(name, "a list of positive numbers")
-            values[name] = [float(x) for x in items]
-        tokens = tuple(int(n) for n in values["tokens"])
-        is_rising = all(a < b for a, b in pairwise(tokens))
-        if list(tokens) != values["tokens"] or not is_rising:
-            raise wrong("tokens", "ascending whole numbers")
-        if len(tokens) != len(values["steps_per_s"]):
-            raise wrong("steps_per_s", f"one rate for each of the {len(tokens)} sizes in tokens")
-        rates = StepRates(tokens, tuple(values["steps_per_s"]))
-        return cls(drafter, tuple(values["temperatures"]), rates)
+            return tuple(float(x) for x in items)
+
+        def rates(sizes: str, name: str) -> StepRates:
+            found, per_s = numbers(sizes), numbers(name)
+            tokens = tuple(int(n) for n in found)
+            if tokens != found or not all(a < b for a, b in pairwise(tokens)):
+                raise wrong(sizes, "ascending whole numbers")
+            if len(tokens) != len(per_s):
+                raise wrong(name, f"one rate for each of the {len(tokens)} sizes in {sizes}")
+            return StepRates(tokens, per_s)
+
+        return cls(drafter, numbers("temperatures"), rates(*DRAFTING), rates(*PLAIN))
 
     def document(self) -> dict[str, object]:
         """What `of` reads."""
         return {
             "drafter": self.drafter,
             "temperatures": list(self.temperatures),
-            "tokens": list(self.rates.tokens),
-            "steps_per_s": list(self.rates.per_s),
+            DRAFTING[0]: list(self.rates.tokens),
+            DRAFTING[1]: list(self.rates.per_s),
+            PLAIN[0]: list(self.plain.tokens),
+            PLAIN[1]: list(self.plain.per_s),
         }
 
 

@@ -3,7 +3,8 @@
 Two clusters, one after the other. The drafted one answers evaluation suites and tells how far it trusted each draft and
 how many were accepted: one temperature per position makes the products of confidences come true. Then, with drafts and
 without, steps of several batch sizes are timed: steps per second by the tokens a step checks, the drafter's own time
-included. Ask what will be asked: heads are over-confident about what they were not trained on.
+included, and those of plain decoding by rows, which say where drafts break even. Ask what will be asked: heads are
+over-confident about what they were not trained on.
 """
 
 from __future__ import annotations
@@ -62,16 +63,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with LocalCluster(options(args, args.draft_tokens)) as cluster:
         asyncio.run(ask(cluster, args))
         told, accepted = observed(cluster)
-        timed = timings(cluster, args, args.draft_tokens)
+        drafting = rates(timings(cluster, args, args.draft_tokens))
     console.print("without drafts: starting a local cluster")
     with LocalCluster(options(args, 0)) as cluster:
-        timed += timings(cluster, args, 0)
-    found = Calibration(digest, fit(told, accepted), rates(timed))
+        plain = rates(timings(cluster, args, 0))
+    found = Calibration(digest, fit(told, accepted), drafting, plain)
     args.output.write_text(json.dumps(found.document(), indent=1) + "\n")
     console.print(f"{len(told)} groups; temperatures {found.temperatures}")
     console.print(f"calibration error {errors(told, accepted, found.temperatures)}")
-    for tokens, per_s in zip(found.rates.tokens, found.rates.per_s, strict=True):
-        console.print(f"{tokens:>6} tokens: {per_s:8.2f} steps/s")
+    for name, table in (("drafting", found.rates), ("plain", found.plain)):
+        for tokens, per_s in zip(table.tokens, table.per_s, strict=True):
+            console.print(f"{name}, {tokens:>6} tokens: {per_s:8.2f} steps/s")
     console.print(f"written to {args.output}; use it as spec.calibration")
     return 0
 

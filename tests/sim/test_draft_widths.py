@@ -189,6 +189,8 @@ def test_widths_by_confidence_change_no_token(
         "temperatures": [1.0, *[8.0] * 6],
         "tokens": list(range(1, 33)),
         "steps_per_s": rates,
+        "plain_rows": [1],
+        "plain_steps_per_s": [100.0],
     }
     (tmp_path / "c.json").write_text(json.dumps(document))
     more = {"draft_schedule": "confidence", "calibration": str(tmp_path / "c.json")}
@@ -203,7 +205,8 @@ def test_widths_by_confidence_change_no_token(
 def test_confidence_of_an_answer_is_that_of_the_drafts_in_the_table(
     world: World, model: Model, tmp_path: Path
 ) -> None:
-    document = {"drafter": "any", "temperatures": [1.0] * 7, "tokens": [1], "steps_per_s": [1.0]}
+    rates = {"tokens": [1], "steps_per_s": [1.0], "plain_rows": [1], "plain_steps_per_s": [1.0]}
+    document = {"drafter": "any", "temperatures": [1.0] * 7} | rates
     (tmp_path / "c.json").write_text(json.dumps(document))
     more = {"draft_schedule": "confidence", "calibration": str(tmp_path / "c.json")}
     group = DecodeGroup(model, max_rows=4, max_len=LONGEST, depth=1, more=more)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from decode_svc.draft_schedule import schedule
-from k3.calibration import StepRates, calibrated, calibration_error, fit
+from k3.calibration import Calibration, StepRates, calibrated, calibration_error, fit
 
 pytestmark = pytest.mark.dspark
 
@@ -62,9 +62,16 @@ def test_the_global_choice_beats_every_other_choice_of_prefixes(seed: int) -> No
 def test_a_step_costs_what_it_is_padded_to_and_grows_in_proportion_beyond() -> None:
     table = StepRates((1, 8, 16), (100.0, 50.0, 40.0))
     assert [table.at(n) for n in (1, 2, 8, 9, 16, 32)] == [100.0, 50.0, 50.0, 40.0, 40.0, 20.0]
-    assert table.break_even(1, 8) == pytest.approx(1.0)
-    assert table.break_even(2, 8) == pytest.approx(0.25)
-    assert StepRates((1, 64), (50.0, 50.0)).break_even(3, 8) == 0.0
+
+
+def test_drafts_break_even_where_their_wider_steps_are_slower_than_plain_ones() -> None:
+    """Eight rows without drafts are another step than one row with seven, although both check eight tokens."""
+    drafting, plain = StepRates((8, 64), (50.0, 10.0)), StepRates((1, 8), (100.0, 80.0))
+    found = Calibration("d", (1.0,), drafting, plain)
+    assert found.break_even(1, 8) == pytest.approx(1.0)
+    assert found.break_even(8, 8) == pytest.approx(7.0)
+    free = StepRates((64,), (90.0,))
+    assert Calibration("d", (1.0,), free, plain).break_even(3, 8) == 0.0
 
 
 def test_free_drafts_are_all_checked_and_costly_ones_are_not() -> None:

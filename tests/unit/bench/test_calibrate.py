@@ -40,7 +40,8 @@ def test_only_the_drafted_cluster_drafts_and_it_observes():
 
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
-    found = Calibration("digest", (1.5, 0.75), StepRates((1, 8), (40.0, 12.5)))
+    drafting, plain = StepRates((1, 8), (40.0, 12.5)), StepRates((2, 3, 4), (9.0, 8.5, 8.0))
+    found = Calibration("digest", (1.5, 0.75), drafting, plain)
     (tmp_path / "c.json").write_text(json.dumps(found.document()))
     assert Calibration.read(tmp_path / "c.json") == found
     assert replace(found, drafter="other") != found

@@ -63,7 +63,8 @@ def lengths(plan: Plan) -> list[int]:
 
 def calibration(*per_s: float, temperatures: tuple[float, ...] = (1.0,) * K) -> Calibration:
     """Rates of steps of 1, 2, .. tokens."""
-    return Calibration("d", temperatures, StepRates(tuple(range(1, len(per_s) + 1)), tuple(per_s)))
+    rates = StepRates(tuple(range(1, len(per_s) + 1)), tuple(per_s))
+    return Calibration("d", temperatures, rates, rates)
 
 
 class Switch(SpeculationGate):
