@@ -230,11 +230,13 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(cluster, or
 
 
 @pytest.mark.parametrize(
-    ("mode", "layout"),
-    [("fork_hold", ("--parallel-pp", "2")), ("copy", ())],
-    ids=["fork_hold-pp2", "copy"],
+    ("mode", "layout", "decode_layout"),
+    [("fork_hold", ("--parallel-pp", "2"), ()), ("copy", (), ("--parallel-cp", "2"))],
+    ids=["fork_hold-pp2", "copy-cp2"],
 )
-def test_tokens_stay_right_while_pages_and_states_are_evicted(folder, oracle, mode, layout):
+def test_tokens_stay_right_while_pages_and_states_are_evicted(
+    folder, oracle, mode, layout, decode_layout
+):
     """Pages for two of the longest prompts, and fewer checkpoints than rungs; prompts of one family come and go."""
     small = (
         "--cache-pages", "48", "--model-max-model-len", "360",
@@ -242,7 +244,7 @@ def test_tokens_stay_right_while_pages_and_states_are_evicted(folder, oracle, mo
     )  # fmt: skip
     with Cluster(
         prefill_flags=flags(folder, *CACHE, *small),
-        decode_flags=flags(folder, "--model-max-model-len", "360"),
+        decode_flags=flags(folder, "--model-max-model-len", "360", *decode_layout),
         router_flags=("--model-path", str(folder)),
     ) as cluster:
         rng = random.Random(11)
