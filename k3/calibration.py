@@ -31,8 +31,9 @@ PLAIN = ("plain_rows", "plain_steps_per_s")  # and of steps that do not
 class StepRates:
     """Steps per second by the number of tokens a step checks. tokens: ascending sizes that were measured.
 
-    A step costs what the next larger measured one does, because that is what it is padded to; beyond the largest the
-    time grows in proportion.
+    Groups are as wide as the plan says, so time grows evenly between two measured sizes; it grows in proportion beyond
+    the largest, and below the smallest it is that of the smallest. With steps instead, a search that ends at the first
+    draft that does not pay would end at every edge.
     """
 
     tokens: tuple[int, ...]
@@ -41,9 +42,13 @@ class StepRates:
     def at(self, n_tokens: int) -> float:
         """Steps per second of a step of `n_tokens` tokens."""
         i = bisect_left(self.tokens, n_tokens)
-        if i < len(self.tokens):
+        if i == len(self.tokens):
+            return self.per_s[-1] * self.tokens[-1] / n_tokens
+        if i == 0 or self.tokens[i] == n_tokens:
             return self.per_s[i]
-        return self.per_s[-1] * self.tokens[-1] / n_tokens
+        low, high = self.tokens[i - 1], self.tokens[i]
+        share = (n_tokens - low) / (high - low)
+        return 1 / ((1 - share) / self.per_s[i - 1] + share / self.per_s[i])
 
 
 @dataclass(frozen=True, slots=True)

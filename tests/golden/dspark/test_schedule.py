@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from decode_svc.draft_schedule import schedule
+from decode_svc.draft_schedule import schedule, width
 from k3.calibration import Calibration, StepRates, calibrated, calibration_error, fit
 
 pytestmark = pytest.mark.dspark
@@ -59,9 +59,18 @@ def test_the_global_choice_beats_every_other_choice_of_prefixes(seed: int) -> No
     assert found == pytest.approx(best), f"seed {seed}"
 
 
-def test_a_step_costs_what_it_is_padded_to_and_grows_in_proportion_beyond() -> None:
-    table = StepRates((1, 8, 16), (100.0, 50.0, 40.0))
-    assert [table.at(n) for n in (1, 2, 8, 9, 16, 32)] == [100.0, 50.0, 50.0, 40.0, 40.0, 20.0]
+def test_time_grows_evenly_between_measured_sizes_and_in_proportion_beyond() -> None:
+    table = StepRates((4, 8, 16), (100.0, 50.0, 40.0))
+    assert [table.at(n) for n in (1, 4, 8, 16, 32)] == [100.0, 100.0, 50.0, 40.0, 20.0]
+    assert table.at(5) == pytest.approx(1 / 0.0125)
+    assert table.at(14) == pytest.approx(1 / 0.02375)
+
+
+def test_likely_drafts_are_checked_beyond_the_next_measured_size() -> None:
+    """20 tokens do not cost what 32 do: else the search would end with three drafts for each of four rows."""
+    table = StepRates((8, 16, 32), (1 / 0.076, 1 / 0.090, 1 / 0.120))
+    assert width([[0.9] * 7] * 4, 4, table) == 7
+    assert schedule([[0.9] * 7] * 4, table) == [7] * 4
 
 
 def test_drafts_break_even_where_their_wider_steps_are_slower_than_plain_ones() -> None:
@@ -70,7 +79,7 @@ def test_drafts_break_even_where_their_wider_steps_are_slower_than_plain_ones() 
     found = Calibration("d", (1.0,), drafting, plain)
     assert found.break_even(1, 8) == pytest.approx(1.0)
     assert found.break_even(8, 8) == pytest.approx(7.0)
-    free = StepRates((64,), (90.0,))
+    free = StepRates((64,), (95.0,))
     assert Calibration("d", (1.0,), free, plain).break_even(3, 8) == 0.0
 
 
