@@ -81,6 +81,15 @@ SPEC_RULES: tuple[Rule[EngineConfig], ...] = (
         lambda c: c.spec.draft_window % c.cache.page_tokens != 0,
     ),
     Rule(
+        "ACCEPTANCE_WITHOUT_DRAFTS",
+        DECODE,
+        ("spec.acceptance", "spec.draft_tokens"),
+        "spec.acceptance = token or block without spec.draft_tokens",
+        "there are no drafts to accept, so the rule would be ignored",
+        "set spec.draft_tokens and spec.drafter, or spec.acceptance=match",
+        lambda c: c.spec.acceptance != "match" and not c.spec.draft_tokens,
+    ),
+    Rule(
         "GATE_WITHOUT_DRAFTS",
         DECODE,
         ("spec.gate_window", "spec.draft_tokens"),

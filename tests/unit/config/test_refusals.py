@@ -34,6 +34,7 @@ ENGINE_CASES = [
     ("DRAFTS_ON_PREFILL", "prefill", {"spec.draft_tokens": "7"}),
     ("DRAFTS_WITHOUT_DRAFTER", "decode", {"spec.draft_tokens": "7"}),
     ("DRAFT_WINDOW", "decode", {"spec.draft_window": "100"}),
+    ("ACCEPTANCE_WITHOUT_DRAFTS", "decode", {"spec.acceptance": "block"}),
     ("GATE_WITHOUT_DRAFTS", "decode", {"spec.gate_window": "8"}),
     ("GATE_HELIX", "decode", DRAFTING | {"spec.gate_window": "8", "parallel.cp": "2"}),
     ("GATE_PIPELINE", "decode", DRAFTING | {"spec.gate_window": "8", "parallel.pp": "2"}),
