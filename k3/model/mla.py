@@ -118,40 +118,24 @@ class Mla:
         if self.context.size == 1:
             o = self._values(o)
         elif self.exchange == "latent":
-            o = self._values(self._to_head_owners(o, lse))
+            o = self._values(self._to_head_owners(self.ops.pack(o, lse, None), o.dtype))
         elif self.gathers:
-            o = self._to_everybody(self._values(o), lse)
+            o = self._to_everybody(self.ops.pack(o, lse, self.v_up_HCV), o.dtype)
         else:
-            o = self._to_head_owners(self._values(o), lse)
+            o = self._to_head_owners(self.ops.pack(o, lse, self.v_up_HCV), o.dtype)
         return self._leave(o, gate)
 
     def _values(self, o_THC: Tensor) -> Tensor:
         """Up-projection of the heads in `o_THC`: [T, H, V]."""
         return torch.bmm(o_THC.transpose(0, 1), self.v_up_HCV).transpose(0, 1)
 
-    def _to_head_owners(self, o_THX: Tensor, lse_TH: Tensor) -> Tensor:
+    def _to_head_owners(self, message_THb: Tensor, dtype: torch.dtype) -> Tensor:
         """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, X]."""
-        by_rank = _packed(o_THX, lse_TH).unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
-        received = self.context.all_to_all(by_rank)
-        return self.ops.merge(*_unpacked(received, o_THX.dtype, lse_TH.dtype))[0]
+        by_rank = message_THb.unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
+        return self.ops.merge_packed(self.context.all_to_all(by_rank), dtype)
 
-    def _to_everybody(self, o_THX: Tensor, lse_TH: Tensor) -> Tensor:
+    def _to_everybody(self, message_THb: Tensor, dtype: torch.dtype) -> Tensor:
         """Partials of own heads over own keys -> merged output of the stage's heads over all keys [T, J, X]."""
-        received = self.shard.all_gather(_packed(o_THX, lse_TH).unsqueeze(0), 0)  # [F, T, H, bytes]
+        received = self.shard.all_gather(message_THb.unsqueeze(0), 0)  # [F, T, H, bytes]
         by_context = received.unflatten(0, (self.tp, self.context.size)).movedim(0, 2).flatten(2, 3)
-        return self.ops.merge(*_unpacked(by_context, o_THX.dtype, lse_TH.dtype))[0]
-
-
-def _packed(o_THX: Tensor, lse_TH: Tensor) -> Tensor:
-    """One message: the bytes of each head's output beside those of its log-sum-exp, [T, H, bytes]."""
-    parts = (o_THX.contiguous(), lse_TH.contiguous().unsqueeze(-1))
-    return torch.cat([part.view(torch.uint8) for part in parts], -1)
-
-
-def _unpacked(
-    message: Tensor, o_dtype: torch.dtype, lse_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Output [..., X] and log-sum-exp [...] of a packed message [..., bytes]."""
-    o_bytes = message.shape[-1] - lse_dtype.itemsize
-    o = message[..., :o_bytes].contiguous().view(o_dtype)
-    return o, message[..., o_bytes:].contiguous().view(lse_dtype).squeeze(-1)
+        return self.ops.merge_packed(by_context, dtype)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from k3_kernels.reference import attnres, conv, kda, lse, mla, moe, replay
+from k3_kernels.reference import attnres, conv, kda, message, mla, moe, replay
 from k3_kernels.reference.group import GroupCache, GroupRule
 from k3_kernels.reference.group import verify as verify_group
 from k3_kernels.reference.moe import ExpertWeights, Routing
@@ -68,8 +68,12 @@ class AttentionOps(Protocol):
         """Expanded causal attention over cached latents and the chunk: o [T, H, V]."""
         ...
 
-    def merge(self, o_RTHD: Tensor, lse_RTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Union of partial results."""
+    def pack(self, o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None) -> Tensor:
+        """What a context rank sends, [T, H, bytes]. Rules: `reference.message`."""
+        ...
+
+    def merge_packed(self, message_RTHb: Tensor, dtype: torch.dtype) -> Tensor:
+        """Union of the partial results of several messages: o [T, H, X]."""
         ...
 
 
@@ -156,7 +160,8 @@ class ReferenceAttention:
     plan = staticmethod(mla.plan_decode)
     decode = staticmethod(mla.decode)
     prefill = staticmethod(mla.prefill)
-    merge = staticmethod(lse.merge)
+    pack = staticmethod(message.pack)
+    merge_packed = staticmethod(message.merge_packed)
 
 
 class ReferenceKda:

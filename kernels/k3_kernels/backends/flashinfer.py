@@ -20,7 +20,7 @@ POOL_LIMIT = 1 << 32
 
 
 class FlashInferAttention(TritonAttention):
-    """Decode by FlashInfer; write, prefill and merge are the Triton ones."""
+    """Decode by FlashInfer; everything else is ours."""
 
     def __init__(self, n_sms: int, device: torch.device, backend: str = "fa3") -> None:
         """backend: FlashInfer's own name, `fa2` or `fa3`. Raises ImportError without the library."""

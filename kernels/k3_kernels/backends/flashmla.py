@@ -16,7 +16,7 @@ WIDTH, VALUE, PAGE = 576, 512, 64
 
 
 class FlashMlaAttention(TritonAttention):
-    """Decode by FlashMLA; write, prefill and merge are the Triton ones."""
+    """Decode by FlashMLA; everything else is ours."""
 
     def __init__(self, n_sms: int) -> None:
         """Raises ImportError without the library, RuntimeError when it has no Hopper kernels."""

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from k3_kernels.reference import mla as reference
-from k3_kernels.triton import combine
+from k3_kernels.triton import combine, mla_message
 from k3_kernels.triton.mla import UNIT, attend, schedule
 from k3_kernels.triton.mla_write import write_rows
 
@@ -183,9 +183,8 @@ class TritonAttention:
 
     prefill = staticmethod(reference.prefill)
 
-    def merge(self, o_RTHD: Tensor, lse_RTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Union of partial results."""
-        return combine.merge(o_RTHD, lse_RTH)
+    pack = staticmethod(mla_message.pack)
+    merge_packed = staticmethod(mla_message.merge_packed)
 
 
 def _attend_hopper(

@@ -76,7 +76,7 @@ def test_r18_every_attention_backend_takes_the_arguments_of_the_interface() -> N
     classes = _attention_classes()
     assert classes
     for kind in classes:
-        for name in ("write", "plan", "decode", "merge"):
+        for name in ("write", "plan", "decode", "pack", "merge_packed"):
             wanted = list(inspect.signature(getattr(AttentionOps, name)).parameters)[1:]
             given = [p for p in inspect.signature(getattr(kind, name)).parameters if p != "self"]
             assert len(given) == len(wanted), f"{kind.__name__}.{name}: {given} for {wanted}"

@@ -108,7 +108,15 @@ def test_f6_no_cache_is_quantised(dtype: str) -> None:
     assert codes(HELIX | {"model.dtype": dtype}) == {"VALUE"}
 
 
-@pytest.mark.parametrize("name", ["flashmla", "trtllm", "flashinfer"])
+@pytest.mark.parametrize("name", ["flashmla", "triton", "flashinfer"])
+def test_f7_a_gpu_attention_backend_is_refused_on_a_cpu_at_both_ends(name: str) -> None:
+    on_cpu = HELIX | {"model.device": "cpu", "backends.attention": name}
+    assert "GPU_ATTENTION" in codes(on_cpu)
+    with pytest.raises(BackendError, match=name):
+        select(Backends(attention=name), CPU)
+
+
+@pytest.mark.parametrize("name", ["trtllm", "tokenspeed"])
 def test_f7_an_unknown_attention_backend_is_refused_at_both_ends(name: str) -> None:
     assert codes(HELIX | {"backends.attention": name}) == {"VALUE"}
     with pytest.raises(BackendError, match=name):
