@@ -70,11 +70,11 @@ def test_bounds_are_kept(
     check(step(bounds, heads, LATENT, SHARED, dtype=torch.bfloat16), make())
 
 
-@pytest.mark.parametrize(
-    "make", [BACKENDS["triton"], BACKENDS["flashmla"]], ids=["triton", "flashmla"]
-)
-def test_a_captured_step_follows_bounds_that_change(make: Callable[[], TritonAttention]) -> None:
-    case, ops = step([[700, 701], [64, 65]], 12, LATENT, SHARED, dtype=torch.bfloat16), make()
+@pytest.mark.parametrize("heads", [12, 96])
+@pytest.mark.parametrize("name", ["triton", "hopper", "flashmla"])
+def test_a_captured_step_follows_bounds_that_change(name: str, heads: int) -> None:
+    case = step([[700, 701], [64, 65]], heads, LATENT, SHARED, dtype=torch.bfloat16)
+    ops = BACKENDS[name]()
     case.triton(ops, SCALE, LATENT)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
