@@ -231,7 +231,7 @@ class BackendsConfig:
     )
     kda: str = key(
         "auto",
-        "KDA kernels; auto = reference on CPU, triton on a GPU",
+        "kernels of KDA and of mixing residuals; auto = reference on CPU, triton on a GPU",
         choices=("auto", "reference", "triton"),
     )
     moe_weights: str = key(

@@ -246,6 +246,15 @@ def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
     return _choose("kda", name), ReferenceKda()
 
 
+def _mix(kda_name: str) -> MixOp:
+    """Mixing has no name of its own: it is by the same kernels as KDA."""
+    if kda_name == "reference":
+        return attnres.mix
+    from k3_kernels.triton.attnres import mix
+
+    return mix
+
+
 def select(backends: Backends, device: torch.device) -> Ops:
     """Choose implementations for `device`, once per process. Raises BackendError."""
     attention_name, attention = _attention(backends.attention, device)
@@ -255,7 +264,7 @@ def select(backends: Backends, device: torch.device) -> Ops:
         attention=attention,
         kda=kda_ops,
         moe=ReferenceMoe(),
-        mix=attnres.mix,
+        mix=_mix(kda_name),
         chosen=chosen,
         capturable=False,
     )

@@ -1,0 +1,25 @@
+"""The mixing kernel on the card, at the width of Kimi-K3 and at an odd one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from k3_kernels.reference import attnres as reference
+from k3_kernels.triton import attnres
+
+from tests.compare import assert_close
+
+
+@pytest.mark.parametrize("tokens, candidates, width", [(256, 9, 7168), (3, 1, 100), (7, 5, 1500)])
+def test_one_launch_equals_the_reference(tokens: int, candidates: int, width: int) -> None:
+    """bfloat16 results differ by the last bit of their rounding: 2^-8 of numbers below 4."""
+    torch.manual_seed(width)
+    frame = torch.full((tokens, candidates + 3, width), float("nan"), device="cuda")
+    view = frame.bfloat16()[:, :candidates]
+    view.copy_(torch.randn(tokens, candidates, width, device="cuda"))
+    weight = torch.randn(width, device="cuda")
+    expected = reference.mix(view.double(), weight.double(), 1e-5)
+    assert_close(attnres.mix(view, weight, 1e-5), expected, 2e-2, "mixture")
