@@ -13,7 +13,7 @@ from k3.errors import GroupFailed
 from k3.parallel.collectives import Pending, SoloCollectives
 from k3.parallel.frame import Frame, FrameLayout
 from k3.parallel.mesh import Mesh
-from k3.parallel.relay import Relay
+from k3.parallel.relay import MAX_UNTAKEN, Relay
 
 pytestmark = pytest.mark.prefill
 
@@ -55,19 +55,19 @@ def frame(n_tokens: int = 5) -> Frame:
     return made
 
 
-def test_a_busy_next_stage_is_not_waited_for_until_as_many_frames_are_out_as_plans_may_be() -> None:
+def test_a_busy_next_stage_is_not_waited_for_until_too_many_frames_are_not_taken() -> None:
     line = Line()
     sender = relay(line, 0)
-    for step in range(1, 4):
+    for step in range(1, MAX_UNTAKEN + 1):
         sender.send(step, frame())
     assert line.waited == []
-    sender.send(4, frame())
-    sender.send(5, frame())
+    sender.send(7, frame())
+    sender.send(8, frame())
     assert line.waited == [1, 2]
 
 
-def test_no_frame_outlives_the_plans_that_may_be_in_flight() -> None:
-    """Nothing is resident: a frame is allocated by its step, and gone once its plan must have been answered."""
+def test_no_frame_is_kept_longer_than_it_may_take() -> None:
+    """Nothing is resident: a frame is allocated by its step, and gone once later ones are on their way."""
     line = Line()
     sender = relay(line, 0)
     made = []
@@ -77,7 +77,8 @@ def test_no_frame_outlives_the_plans_that_may_be_in_flight() -> None:
         sender.send(step, sent)
         del sent
     gc.collect()
-    assert [ref() is not None for ref in made] == [False] * 3 + [True] * 3
+    kept = [ref() is not None for ref in made]
+    assert kept == [False] * (6 - MAX_UNTAKEN) + [True] * MAX_UNTAKEN
 
 
 def test_the_first_stage_receives_nothing() -> None:
