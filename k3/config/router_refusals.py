@@ -15,6 +15,7 @@ from k3.config.rule import (
 from k3.config.tree import RouterConfig
 
 ROUTER = ("router",)
+LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
 
 ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
     Rule(
@@ -43,6 +44,15 @@ ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
         "a server that was to ask for keys must not start without them",
         "give a file with one key a line, or remove the setting",
         lambda c: unusable_keys(c.http.api_key_file) or unusable_keys(c.http.admin_key_file),
+    ),
+    Rule(
+        "ADMIN_OPEN",
+        ROUTER,
+        ("http.admin_host", "http.admin_key_file"),
+        "http.admin_host is not a loopback address and there is no http.admin_key_file",
+        "whoever reaches the admin API can drain instances and end requests",
+        "set http.admin_key_file, or http.admin_host=127.0.0.1",
+        lambda c: c.http.admin_host not in LOOPBACK and not c.http.admin_key_file,
     ),
     Rule(
         "METRICS_AUTH",

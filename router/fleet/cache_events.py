@@ -32,6 +32,7 @@ class CacheFollower:
             self._event(event, view)
 
     def _snapshot(self, part: instance_pb2.CacheSnapshot, view: CacheView) -> None:
+        view.is_there = True
         if part.first:
             view.clear()
         elif not self._is_in_snapshot:

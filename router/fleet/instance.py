@@ -159,7 +159,9 @@ class Instance:
         return self.snapshot is not None and now - self.snapshot.at <= STALE_S
 
     def usable_tokens(self, pages: PromptPages, now: float) -> int:
-        """Tokens of a prompt that it would not have to compute."""
+        """Tokens of a prompt that it would not have to compute. Hashes nothing where there is no cache."""
+        if not self.cache.is_there:
+            return 0
         chain, page_tokens = self._chain(pages)
         if self.is_cache_known(now):
             return self.cache.usable_pages(chain) * page_tokens
@@ -167,7 +169,8 @@ class Instance:
 
     def routed(self, pages: PromptPages, now: float) -> None:
         """A prompt was sent there."""
-        self._routed.sent(self._chain(pages)[0], now)
+        if self.cache.is_there:
+            self._routed.sent(self._chain(pages)[0], now)
 
     def _chain(self, pages: PromptPages) -> tuple[tuple[bytes, ...], int]:
         assert self.identity is not None

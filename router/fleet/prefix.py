@@ -25,6 +25,11 @@ class PromptPages:
         self._salt = salt
         self._chains: dict[tuple[str, int], tuple[bytes, ...]] = {}
 
+    @property
+    def n_hashed(self) -> int:
+        """Kinds of cache it was hashed for."""
+        return len(self._chains)
+
     def chain(self, namespace: str, page_tokens: int) -> tuple[bytes, ...]:
         """Hash of every whole page."""
         key = (namespace, page_tokens)
@@ -37,9 +42,10 @@ class PromptPages:
 
 
 class CacheView:
-    """One instance's cache as its events tell it."""
+    """One instance's cache as its events tell it. is_there: whether it was ever heard to have one."""
 
     def __init__(self) -> None:
+        self.is_there = False
         self._pages: set[bytes] = set()
         self._checkpoints: set[bytes] = set()
 

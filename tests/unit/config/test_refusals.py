@@ -94,6 +94,7 @@ ROUTER_CASES = [
     ("ROUTER_MODEL_FOLDER", {"model.path": "/nowhere"}),
     ("ROUTER_SAME_PORT", {"http.admin_port": "8000"}),
     ("KEY_FILES", {"http.api_key_file": "/nowhere"}),
+    ("ADMIN_OPEN", {"http.admin_host": "0.0.0.0"}),
     ("METRICS_AUTH", {"http.metrics_auth": "true"}),
     ("FLEET_ADDRESSES", {"fleet.prefills": "here:*"}),
     ("FLEET_TWICE", {"fleet.prefills": "a:1", "fleet.decodes": "a:1"}),

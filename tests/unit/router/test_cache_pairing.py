@@ -131,3 +131,12 @@ async def test_when_events_stopped_what_was_sent_there_counts(fleet: Fleet) -> N
     assert not instance.is_cache_known(later)
     assert instance.usable_tokens(pages, later) == 6 * PAGE_TOKENS
     assert fleet.followed(1).usable_tokens(pages, later) == 0
+
+
+async def test_nothing_is_hashed_for_instances_without_a_cache(folder: ModelFolder) -> None:
+    async with running_router(folder) as router:
+        instance = router.router.serving.registry.find("prefill-a")
+        pages = PromptPages(PROMPT, b"")
+        assert instance.usable_tokens(pages, 0.0) == 0
+        instance.routed(pages, 0.0)
+        assert pages.n_hashed == 0
