@@ -1,6 +1,6 @@
 """Events of the prefix cache of one life, numbered and in wire form, for whoever watches this instance.
 
-The newest events are kept. Who has missed more than those gets a snapshot, in parts that fit into a message.
+The newest events are kept, as many as fit into one message. Who has missed more gets a snapshot, in parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class CacheLog:
         self.instance_id = instance_id
         self.seq = 0
         self._held = held
-        self._events: deque[instance_pb2.CacheEvent] = deque(maxlen=MAX_EVENTS)
+        self.n_hashes = (
+            0  # of the events kept: each is of use to somebody, or it would only fill memory
+        )
+        self._events: deque[instance_pb2.CacheEvent] = deque()
 
     def hear(self, event: CacheEvent) -> None:
         """Number an event and keep it."""
@@ -45,14 +48,16 @@ class CacheLog:
             case _ as never:
                 assert_never(never)
         self._events.append(message)
+        self.n_hashes += _n_hashes(message)
+        while len(self._events) > MAX_EVENTS or self.n_hashes > MAX_HASHES:
+            self.n_hashes -= _n_hashes(self._events.popleft())
 
     def since(self, seq: int) -> list[instance_pb2.CacheEvent] | None:
-        """Events after number `seq`; None when they are too many for a message, or not all there any more."""
+        """Events after number `seq`; None when not all of them are kept."""
         n = self.seq - seq
         if n > len(self._events):
             return None
-        events = list(islice(self._events, len(self._events) - n, None))
-        return events if sum(map(_n_hashes, events)) <= MAX_HASHES else None
+        return list(islice(self._events, len(self._events) - n, None))
 
     def snapshot(self) -> list[instance_pb2.CacheSnapshot]:
         """All there is now, as the parts of one snapshot."""

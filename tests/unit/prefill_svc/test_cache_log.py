@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prefill_svc import cache_log
 from prefill_svc.cache_log import CacheLog
 from prefill_svc.core.cache_events import Cleared, Removed, Stored
+
+pytestmark = pytest.mark.prefill
 
 
 def key(i: int) -> bytes:
@@ -61,6 +65,20 @@ def test_events_too_large_for_a_message_are_replaced_by_a_snapshot() -> None:
     log.hear(Removed(pages=half))
     assert log.since(0) is None
     assert log.since(1) is not None
+
+
+def test_no_more_hashes_are_kept_than_a_message_holds() -> None:
+    log = CacheLog("p-1", Cache())
+    many = tuple(key(i) for i in range(cache_log.MAX_HASHES // 3))
+    for _ in range(5):
+        log.hear(Stored(pages=many))
+        assert log.n_hashes <= cache_log.MAX_HASHES
+    assert log.since(1) is None
+    assert len(log.since(2) or ()) == 3
+    log.hear(Removed(pages=(*many, *many, *many, *many)))
+    assert log.n_hashes == 0
+    assert log.since(5) is None
+    assert log.since(6) == []
 
 
 def test_a_snapshot_comes_in_parts_with_one_first_and_one_last() -> None:
