@@ -159,10 +159,14 @@ class Instance:
         return self.snapshot is not None and now - self.snapshot.at <= STALE_S
 
     def usable_tokens(self, pages: PromptPages, now: float) -> int:
-        """Tokens of a prompt that it would not have to compute. Hashes nothing where there is no cache."""
+        """Tokens of a prompt that it would not have to compute; the last one always is.
+
+        Hashes nothing where there is no cache.
+        """
         if not self.cache.is_there:
             return 0
         chain, page_tokens = self._chain(pages)
+        chain = chain[: max(len(pages.token_ids) - 1, 0) // page_tokens]
         if self.is_cache_known(now):
             return self.cache.usable_pages(chain) * page_tokens
         return self._routed.usable_pages(chain, now) * page_tokens

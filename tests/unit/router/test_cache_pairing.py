@@ -15,6 +15,8 @@ from router.text.folder import ModelFolder
 from tests.unit.router.conftest import RunningRouter, running_router, until
 from tests.unit.router.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.prefill
+
 PROMPT = list(range(100, 200))
 PAGE_TOKENS = 16  # of the engines at the protocol
 
@@ -98,6 +100,19 @@ async def test_the_instance_with_most_of_the_prompt_comes_first(fleet: Fleet) ->
     text = (await fleet.router.client.get("/metrics")).text
     assert 'k3_router_cache_pages{instance_id="prefill-2"} 5.0' in text
     assert 'k3_router_cache_events_stale{instance_id="prefill-2"} 0.0' in text
+
+
+async def test_the_last_token_of_a_prompt_is_never_found(fleet: Fleet) -> None:
+    engine = fleet.prefills[2]
+    assert isinstance(engine.cache, Feed)
+    engine.cache.store(chain(PROMPT))  # its one checkpoint stands behind 96 tokens
+    engine.changed.set()
+    await fleet.knows(2, 6)
+    instance = fleet.followed(2)
+    assert instance.snapshot is not None
+    now = instance.snapshot.at
+    for n_tokens, usable in ((95, 0), (96, 0), (97, 96)):
+        assert instance.usable_tokens(PromptPages(PROMPT[:n_tokens], b""), now) == usable
 
 
 async def test_another_caller_s_pages_are_of_no_use(fleet: Fleet) -> None:
