@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MIN_KEY_CHARS = 16
+ALLOWED = frozenset(map(chr, range(0x21, 0x7F)))  # what every client can send in a header
 
 
 def read_keys(path: str) -> tuple[str, ...]:
@@ -16,9 +17,9 @@ def read_keys(path: str) -> tuple[str, ...]:
         key = line.strip()
         if not key or key.startswith("#"):
             continue
-        if len(key) < MIN_KEY_CHARS or any(c.isspace() for c in key):
+        if len(key) < MIN_KEY_CHARS or not ALLOWED.issuperset(key):
             raise ValueError(
-                f"line {number}: a key has at least {MIN_KEY_CHARS} characters and no blanks"
+                f"line {number}: a key has at least {MIN_KEY_CHARS} characters, ASCII and no blanks"
             )
         keys.append(key)
     if not keys:

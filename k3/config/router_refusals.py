@@ -40,7 +40,7 @@ ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
         "KEY_FILES",
         ROUTER,
         ("http.api_key_file", "http.admin_key_file"),
-        "a key file cannot be read, is empty, or holds a key of under 16 characters or with blanks",
+        "a key file cannot be read, is empty, or holds a key of under 16 characters, with blanks or not ASCII",
         "a server that was to ask for keys must not start without them",
         "give a file with one key a line, or remove the setting",
         lambda c: unusable_keys(c.http.api_key_file) or unusable_keys(c.http.admin_key_file),

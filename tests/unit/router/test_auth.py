@@ -14,6 +14,8 @@ from router.openai.params import cache_salt
 from router.text.folder import ModelFolder
 from tests.unit.router.conftest import running_router
 
+pytestmark = pytest.mark.prefill
+
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
 
@@ -32,7 +34,12 @@ def test_a_file_holds_one_key_a_line(key_file: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("", "no key"), ("short\n", "line 1"), (f"{ALICE}\na key with blanks in it\n", "line 2")],
+    [
+        ("", "no key"),
+        ("short\n", "line 1"),
+        (f"{ALICE}\na key with blanks in it\n", "line 2"),
+        (f"# people\n{ALICE}\nschlüssel-0123456789\n", "line 3"),
+    ],
 )
 def test_a_file_of_bad_keys_is_refused_without_naming_them(
     tmp_path: Path, text: str, problem: str
