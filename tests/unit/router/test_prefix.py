@@ -11,6 +11,8 @@ from k3.v1 import instance_pb2
 from router.fleet.cache_events import CacheFollower, CacheGap
 from router.fleet.prefix import ROUTED_TTL_S, CacheView, PromptPages, RoutedPrompts
 
+pytestmark = pytest.mark.prefill
+
 CHAIN = tuple(bytes([n]) * 16 for n in range(1, 8))
 Snapshot, Event = instance_pb2.CacheSnapshot, instance_pb2.CacheEvent
 

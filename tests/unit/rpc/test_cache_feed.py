@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from k3.rpc.cache_feed import CacheTail
 from k3.v1 import instance_pb2
+
+pytestmark = pytest.mark.prefill
 
 
 class Feed:
