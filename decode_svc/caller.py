@@ -34,9 +34,10 @@ class CandidateFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of one step, in order."""
+    """Tokens of one step, in order. cached_tokens: as in the usage at the end, which not every caller waits for."""
 
     tokens: tuple[TokenEvent, ...]
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Caller:
     def tell(self, kept: Kept, now: float) -> None:
         """Push tokens that count, and the end if they are the last."""
         if kept.tokens:
-            self.push(Tokens(kept.tokens))
+            self.push(Tokens(kept.tokens, self._usage().cached_tokens))
         if kept.finish is not None:
             self.push(self._finished(kept.finish, kept.stop_token_id, now))
 
@@ -120,15 +121,16 @@ class Caller:
         """Push the end by a fault."""
         self.push(Failed(error))
 
-    def _finished(self, reason: FinishReason, stop_id: int | None, now: float) -> Finished:
+    def _usage(self) -> Usage:
         spec = self.request.spec
-        counts = usage(
-            len(spec.prompt), spec.output_prefix_len, len(self.request.outputs), self.cached_tokens
-        )
+        n_output = len(self.request.outputs)
+        return usage(len(spec.prompt), spec.output_prefix_len, n_output, self.cached_tokens)
+
+    def _finished(self, reason: FinishReason, stop_id: int | None, now: float) -> Finished:
         return Finished(
             reason,
             stop_id,
-            counts,
+            self._usage(),
             self.times(now),
             self.prefill_instance_id,
             self.request.drafts.total,

@@ -41,5 +41,6 @@ def keep(stop: StopParams, n_before: int, tokens: Sequence[TokenEvent]) -> Kept:
 
 
 def usage(prompt_len: int, output_prefix_len: int, n_output: int, cached_tokens: int) -> Usage:
-    """Token counts of a generation; tokens of an earlier attempt inside the prompt are output."""
-    return Usage(prompt_len - output_prefix_len, n_output + output_prefix_len, cached_tokens)
+    """Token counts of a generation; tokens of an earlier attempt inside the prompt are output, cached or not."""
+    n_prompt = prompt_len - output_prefix_len
+    return Usage(n_prompt, n_output + output_prefix_len, min(cached_tokens, n_prompt))

@@ -135,9 +135,10 @@ def response(event: Event) -> decode_pb2.GenerateResponse | K3Error:
                 instance_id=instance_id, reason=reason, message=message
             )
             return decode_pb2.GenerateResponse(candidate_failed=failed)
-        case Tokens(tokens):
+        case Tokens(tokens, cached_tokens):
             protos = [convert.token_to_proto(token) for token in tokens]
-            return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(tokens=protos))
+            message = decode_pb2.Tokens(tokens=protos, cached_tokens=cached_tokens)
+            return decode_pb2.GenerateResponse(tokens=message)
         case Finished():
             finished = decode_pb2.Finished(
                 reason=convert.finish_to_proto(event.reason),

@@ -105,9 +105,10 @@ class Sample:
 
 
 class Tokens(NamedTuple):
-    """Tokens of one step."""
+    """Tokens of one step. cached_tokens: of the prompt, as in the usage at the end."""
 
     tokens: tuple[TokenEvent, ...]
+    cached_tokens: int = 0
 
 
 class Finished(NamedTuple):
@@ -252,7 +253,8 @@ class _Call:
                 self.is_committed = self._is_admitted = True
                 self._placement.lease.admitted()
                 self._placement.lease.prefilled()
-                return Tokens(tuple(token_from_proto(token) for token in message.tokens.tokens))
+                tokens = tuple(token_from_proto(token) for token in message.tokens.tokens)
+                return Tokens(tokens, message.tokens.cached_tokens)
             case "finished":
                 return self._finished(message.finished)
             case _:

@@ -65,3 +65,4 @@ def test_any_grouping_keeps_the_same_tokens(
 def test_usage_counts_earlier_output_as_output() -> None:
     assert usage(10, 0, 4, 6) == Usage(10, 4, 6)
     assert usage(10, 3, 4, 6) == Usage(7, 7, 6)
+    assert usage(10, 3, 4, 8) == Usage(7, 7, 7)  # no more of the prompt is cached than there is

@@ -92,7 +92,7 @@ def test_events_become_responses_and_faults_errors() -> None:
     assert wire.response(Failed(error)) is error
     admitted = wire.response(Admitted(0.5))
     failed = wire.response(CandidateFailed("p", "unavailable", "text"))
-    tokens = wire.response(Tokens((TokenEvent(4, -0.5, ((4, -0.5),)),)))
+    tokens = wire.response(Tokens((TokenEvent(4, -0.5, ((4, -0.5),)),), 3))
     finished = wire.response(
         Finished(FinishReason.STOP, None, Usage(4, 2, 0), StageTimes(1.0, 2.0, 3.0, 4.0), "p")
     )
@@ -106,3 +106,4 @@ def test_events_become_responses_and_faults_errors() -> None:
     ]
     assert not finished.finished.HasField("stop_token_id")  # type: ignore[union-attr]
     assert tokens.tokens.tokens[0].top[0].token_id == 4  # type: ignore[union-attr]
+    assert tokens.tokens.cached_tokens == 3  # type: ignore[union-attr]

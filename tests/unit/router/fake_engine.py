@@ -186,7 +186,8 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                         for t in step
                     ]
                     n_tokens += len(tokens)
-                    yield decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(tokens=tokens))
+                    message = decode_pb2.Tokens(tokens=tokens, cached_tokens=e.cached_tokens)
+                    yield decode_pb2.GenerateResponse(tokens=message)
             yield decode_pb2.GenerateResponse(
                 finished=decode_pb2.Finished(
                     reason=e.finish,  # type: ignore[arg-type]

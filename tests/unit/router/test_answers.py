@@ -123,7 +123,9 @@ async def test_streamed_and_whole_text_are_equal(router: RunningRouter) -> None:
 async def test_a_stop_string_ends_the_request_and_cancels_decode(router: RunningRouter) -> None:
     tokens = router.ids("one two END three")
     router.decode.script = [*one_by_one(tokens), "hold"]
+    router.decode.cached_tokens = 2
     answer = (await router.client.post(TEXT, json={"prompt": "x", "stop": ["END", "never"]})).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert answer["choices"][0]["text"] == "one two "
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == "END"
