@@ -198,7 +198,7 @@ class Instance:
         if is_new and is_open and self._good_probes >= GOOD_PROBES:
             self.enter(InstanceState.READY, now)
 
-    def view(self, usable_tokens: int = 0) -> InstanceView:
+    def view(self) -> InstanceView:
         """What pairing sees. Only for usable instances."""
         assert self.identity is not None
         assert self.snapshot is not None
@@ -225,7 +225,6 @@ class Instance:
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,
             in_flight=self.in_flight,
-            usable_tokens=usable_tokens,
         )
 
 

@@ -66,6 +66,13 @@ class Pair:
     prefills: tuple[InstanceView, ...]
 
 
+Look = Callable[[InstanceView], InstanceView]
+
+
+def _as_it_is(view: InstanceView) -> InstanceView:
+    return view
+
+
 class NoPair(Enum):
     """Why there is no pair."""
 
@@ -134,8 +141,12 @@ def choose(
     decodes: Collection[InstanceView],
     rules: PairingRules,
     is_compatible: Callable[[InstanceView, InstanceView], bool],
+    look: Look = _as_it_is,
 ) -> Pair | NoPair:
-    """A pair, or why not. `is_compatible(decode, prefill)` says whether the two can transfer."""
+    """A pair, or why not. `is_compatible(decode, prefill)` says whether the two can transfer.
+
+    look: a view of a prefill with what takes time to find out; asked only where decode has room.
+    """
     if not decodes:
         return NoPair.NO_DECODE
     able = [view for view in decodes if can_ever_decode(need, view)]
@@ -153,7 +164,7 @@ def choose(
     if not roomy:
         return NoPair.FULL
     decode = trusted_first(rules.decode, roomy, need)[0]
-    fitting = [view for view in candidates if is_compatible(decode, view)]
+    fitting = [look(view) for view in candidates if is_compatible(decode, view)]
     return Pair(decode, tuple(trusted_first(rules.prefill, fitting, need)[: rules.n_candidates]))
 
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from router.fleet.cache_events import CacheFollower, CacheGap
 from router.fleet.instance import Instance, InstanceState, Lease, Role
 from router.fleet.pairing import (
     InstanceView,
+    Look,
     Need,
     NoPair,
     Pair,
@@ -115,8 +117,8 @@ class Registry:
         decodes = [
             view for view in _views(self.usable(Role.DECODE)) if view.instance_id not in excluded
         ]
-        prefills = self._prefill_views(need)
-        return choose(need, prefills, decodes, self._rules, self._is_compatible)
+        prefills, look = _views(self.usable(Role.PREFILL)), self._cached(need)
+        return choose(need, prefills, decodes, self._rules, self._is_compatible, look)
 
     def lease(self, pair: Pair, need: Need) -> Lease:
         """Count one sample at a pair that was just chosen."""
@@ -125,11 +127,17 @@ class Registry:
         decode.circuit.sent(time.monotonic())
         return Lease(decode, prefill, need, time.monotonic())
 
-    def _prefill_views(self, need: Need) -> list[InstanceView]:
-        instances, pages, now = self.usable(Role.PREFILL), need.pages, time.monotonic()
-        if pages is None:
-            return _views(instances)
-        return [instance.view(instance.usable_tokens(pages, now)) for instance in instances]
+    def _cached(self, need: Need) -> Look:
+        """Adds what a prefill instance has of the prompt."""
+        pages, now = need.pages, time.monotonic()
+
+        def look(view: InstanceView) -> InstanceView:
+            if pages is None:
+                return view
+            usable = self._instances[view.address].usable_tokens(pages, now)
+            return replace(view, usable_tokens=usable)
+
+        return look
 
     def is_usable(self, pair: Pair) -> bool:
         """Whether the decode instance of a pair chosen earlier is still there, and still the same."""

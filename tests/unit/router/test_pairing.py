@@ -92,6 +92,24 @@ def test_reasons_when_there_is_no_pair() -> None:
     assert pick(decodes=[replace(DECODE, slots_free=0)]) is NoPair.FULL
 
 
+def test_caches_are_looked_at_only_once_decode_has_room() -> None:
+    """A request that waits is asked about at every change of the load, and its prompt may be long."""
+    seen: list[str] = []
+
+    def look(view: InstanceView) -> InstanceView:
+        seen.append(view.instance_id)
+        return view
+
+    other = replace(PREFILL, instance_id="p2", address="p2:1", layout_fingerprint="other")
+    for pages_free, result, looked_at in (
+        (0, NoPair.FULL, []),
+        (20, Pair(DECODE, (PREFILL,)), ["p1"]),
+    ):
+        decode = replace(DECODE, pages_free=pages_free)
+        found = choose(NEED, [PREFILL, other], [decode], RULES, same_layout, look)
+        assert (found, seen) == (result, looked_at)
+
+
 def test_a_prompt_that_no_prefill_can_hold_never_fits() -> None:
     assert pick(prefills=[replace(PREFILL, pages_total=1)]) is NoPair.NEVER_FITS
 
