@@ -295,7 +295,8 @@ class PrefillScheduler:
     @property
     def pinned_pages(self) -> int:
         """Pages of prompts that are computed but not yet let go."""
-        return sum(len(r.pages) for r in self._requests.values() if r.key not in self._running)
+        done = (r for r in self._requests.values() if r.key not in self._running)
+        return len({page for request in done for page in request.pages})
 
     def page_counts(self) -> PageCounts:
         """Pages by state."""
