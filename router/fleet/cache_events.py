@@ -34,11 +34,12 @@ class CacheFollower:
     def _snapshot(self, part: instance_pb2.CacheSnapshot, view: CacheView) -> None:
         view.is_there = True
         if part.first:
-            view.clear()
+            view.lose()
         elif not self._is_in_snapshot:
             raise CacheGap("a snapshot of the cache without its first part")
         view.stored(part.pages, part.checkpoints)
         self._is_in_snapshot = not part.last
+        view.is_whole = part.last
         self._seq = part.seq if part.last else None
 
     @staticmethod

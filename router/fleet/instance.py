@@ -155,8 +155,9 @@ class Instance:
             self.enter(InstanceState.SUSPECT, now, reason)
 
     def is_cache_known(self, now: float) -> bool:
-        """Whether its cache events are recent enough to be believed."""
-        return self.snapshot is not None and now - self.snapshot.at <= STALE_S
+        """Whether its cache events are whole, and recent enough to be believed."""
+        is_recent = self.snapshot is not None and now - self.snapshot.at <= STALE_S
+        return is_recent and self.cache.is_whole
 
     def usable_tokens(self, pages: PromptPages, now: float) -> int:
         """Tokens of a prompt that it would not have to compute; the last one always is.

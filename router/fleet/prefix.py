@@ -42,10 +42,14 @@ class PromptPages:
 
 
 class CacheView:
-    """One instance's cache as its events tell it. is_there: whether it was ever heard to have one."""
+    """One instance's cache as its events tell it.
+
+    is_there: whether it was ever heard to have one. is_whole: false while a snapshot is outstanding.
+    """
 
     def __init__(self) -> None:
         self.is_there = False
+        self.is_whole = True
         self._pages: set[bytes] = set()
         self._checkpoints: set[bytes] = set()
 
@@ -64,8 +68,13 @@ class CacheView:
         self._pages.difference_update(pages)
         self._checkpoints.difference_update(checkpoints)
 
+    def lose(self) -> None:
+        """What is there is not known any more, until a whole snapshot says."""
+        self.is_whole = False
+        self.clear()
+
     def clear(self) -> None:
-        """Everything went away, or what is there is not known any more."""
+        """Everything went away."""
         self._pages.clear()
         self._checkpoints.clear()
 

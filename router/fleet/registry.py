@@ -237,7 +237,7 @@ class Registry:
                     await asyncio.sleep(STARTING_POLL_S)
                     continue
             except CacheGap as gap:  # says nothing against the instance
-                instance.cache.clear()
+                instance.cache.lose()
                 extra = {"instance_id": instance.instance_id, "reason": str(gap)}
                 log.info("cache events are read anew", extra=extra)
                 await asyncio.sleep(BACKOFF_S[0])

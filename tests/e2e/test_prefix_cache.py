@@ -231,8 +231,8 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(cluster, or
 
 @pytest.mark.parametrize(
     ("mode", "layout", "decode_layout"),
-    [("fork_hold", ("--parallel-pp", "2"), ()), ("copy", (), ("--parallel-cp", "2"))],
-    ids=["fork_hold-pp2", "copy-cp2"],
+    [("fork_at_schedule", ("--parallel-pp", "2"), ()), ("copy", (), ("--parallel-cp", "2"))],
+    ids=["fork_at_schedule-pp2", "copy-cp2"],
 )
 def test_tokens_stay_right_while_pages_and_states_are_evicted(
     folder, oracle, mode, layout, decode_layout

@@ -71,6 +71,18 @@ def test_a_snapshot_in_parts_replaces_everything_known() -> None:
     assert view.n_pages == 3
 
 
+def test_a_view_is_whole_only_after_the_last_part_of_a_snapshot() -> None:
+    view, follower = CacheView(), CacheFollower()
+    assert view.is_whole  # of an instance that tells of no cache: it has none
+    follower.apply(watch(snapshot=Snapshot(seq=9, first=True, pages=CHAIN[:1])), view)
+    assert not view.is_whole
+    follower.apply(watch(snapshot=Snapshot(seq=9, last=True)), view)
+    assert view.is_whole
+    view.lose()
+    assert not view.is_whole
+    assert view.n_pages == 0
+
+
 def test_a_cleared_cache_is_empty() -> None:
     cleared = Event(seq=6, cleared=instance_pb2.CacheCleared())
     assert following(EMPTY, watch(stored(5, CHAIN, CHAIN)), watch(cleared)).n_pages == 0
