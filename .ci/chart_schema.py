@@ -35,6 +35,8 @@ CHART_OWNED = {
         "http.port",
         "http.admin_host",
         "http.admin_port",
+        "http.api_key_file",
+        "http.admin_key_file",
         "http.drain_delay_s",
         "http.drain_timeout_s",
         "fleet.prefills",

@@ -277,3 +277,23 @@ def test_every_value_is_explained_in_the_readme() -> None:
     sections |= set(values["router"])
     missing = sorted(name for name in sections if f"`{name}" not in text)
     assert not missing, f"README.md does not explain {missing}"
+
+
+def test_a_secret_of_keys_is_mounted_where_the_router_reads_it(
+    render: Callable[..., Rendered], tmp_path: Path
+) -> None:
+    chart = render(VALUES[0], "router.apiKeys.secretName=people", "router.apiKeys.secretKey=all")
+    pod = chart.workload("router")["spec"]["template"]["spec"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "api-keys"]
+    assert volume["secret"]["secretName"] == "people"
+    (item,) = volume["secret"]["items"]
+    (mount,) = [m for m in chart.container("router")["volumeMounts"] if m["name"] == "api-keys"]
+    assert mount["readOnly"]
+    assert item["key"] == "all"
+    path = yaml.safe_load(chart.config("router"))["http"]["api_key_file"]
+    assert path == f"{mount['mountPath']}/{item['path']}"
+
+
+def test_without_a_secret_no_key_is_asked_for(render: Callable[..., Rendered]) -> None:
+    chart = render(VALUES[0])
+    assert "api_key_file" not in yaml.safe_load(chart.config("router"))["http"]

@@ -5,6 +5,9 @@
   "host" "0.0.0.0" "port" (int $values.port) "admin_host" "127.0.0.1" "admin_port" (int $values.adminPort)
   "drain_delay_s" (int $values.drain.delaySeconds) "drain_timeout_s" (int $values.drain.timeoutSeconds)
 -}}
+{{- if $values.apiKeys.secretName }}
+{{- $_ := set $http "api_key_file" "/etc/k3-keys/api-keys" -}}
+{{- end }}
 {{- $fleet := dict
   "prefills" (include "k3.addresses" (dict "root" . "component" "prefill") | fromYamlArray)
   "decodes" (include "k3.addresses" (dict "root" . "component" "decode") | fromYamlArray)
