@@ -135,6 +135,15 @@ SPEC_RULES: tuple[Rule[EngineConfig], ...] = (
         lambda c: _by_confidence(c) and c.parallel.cp > 1,
     ),
     Rule(
+        "CALIBRATION_UNUSED",
+        DECODE,
+        ("spec.calibration", "spec.draft_schedule", "spec.gate_window"),
+        "spec.calibration with neither spec.draft_schedule = confidence nor a gate",
+        "nothing would read it, though whoever set it expects that it decides",
+        "set spec.draft_schedule=confidence or spec.gate_window, or remove spec.calibration",
+        lambda c: bool(c.spec.calibration) and not _by_confidence(c) and not c.spec.gate_window,
+    ),
+    Rule(
         "CONFIDENCE_UNCALIBRATED",
         DECODE,
         ("spec.draft_schedule", "spec.calibration"),

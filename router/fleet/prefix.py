@@ -25,11 +25,6 @@ class PromptPages:
         self._salt = salt
         self._chains: dict[tuple[str, int], tuple[bytes, ...]] = {}
 
-    @property
-    def n_hashed(self) -> int:
-        """Kinds of cache it was hashed for."""
-        return len(self._chains)
-
     def chain(self, namespace: str, page_tokens: int) -> tuple[bytes, ...]:
         """Hash of every whole page."""
         key = (namespace, page_tokens)

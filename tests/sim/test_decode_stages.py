@@ -166,10 +166,9 @@ def test_steps_over_stages_are_not_recorded() -> None:
         )
 
 
+@pytest.mark.parametrize("drafter", ["mla", "gqa"], indirect=True)
 def test_drafts_are_accepted_as_often_as_on_one_stage(drafter, asks) -> None:
     """Nobody leaves here, so both run the same groups; the first drafts come from the rows prefill handed over."""
-    if drafter is None:
-        pytest.skip("nothing is drafted")
     staying = [ask for ask in asks if not ask.leaves_after]
     groups = [play(mesh, drafter, staying, 5) for mesh in (Mesh(), Mesh(2))]
     answers = [group.play(staying) for group in groups]

@@ -49,7 +49,8 @@ ENGINE_CASES = [
         DRAFTING | {"spec.draft_schedule": "confidence", "parallel.cp": "2"},
     ),
     ("CONFIDENCE_UNCALIBRATED", "decode", DRAFTING | {"spec.draft_schedule": "confidence"}),
-    ("CALIBRATION", "decode", DRAFTING | {"spec.calibration": "/nowhere"}),
+    ("CALIBRATION_UNUSED", "decode", {"spec.calibration": "/nowhere"}),
+    ("CALIBRATION", "decode", DRAFTING | {"spec.calibration": "/nowhere", "spec.gate_window": "8"}),
     (
         "PP_CONFIDENCE",
         "decode",

@@ -26,6 +26,13 @@ def chain(ids: list[int], salt: bytes = b"") -> tuple[bytes, ...]:
     return hash_chain.page_hashes(root, ids, PAGE_TOKENS)
 
 
+class NeverHashed(PromptPages):
+    """A prompt that nobody may hash."""
+
+    def chain(self, namespace: str, page_tokens: int) -> tuple[bytes, ...]:
+        raise AssertionError(f"hashed for {namespace}")
+
+
 @dataclass
 class Feed:
     """Everything that happened, as `CacheFeed` passes it on."""
@@ -151,7 +158,6 @@ async def test_when_events_stopped_what_was_sent_there_counts(fleet: Fleet) -> N
 async def test_nothing_is_hashed_for_instances_without_a_cache(folder: ModelFolder) -> None:
     async with running_router(folder) as router:
         instance = router.router.serving.registry.find("prefill-a")
-        pages = PromptPages(PROMPT, b"")
+        pages = NeverHashed(PROMPT, b"")
         assert instance.usable_tokens(pages, 0.0) == 0
         instance.routed(pages, 0.0)
-        assert pages.n_hashed == 0
