@@ -1,6 +1,6 @@
 """`k3-bench eval`: the frozen suites over the REST endpoint: accuracy, self-ending, tokens/s, acceptance.
 
-Without --url it starts a cluster of its own for the run. An answer that fails counts as wrong and is listed.
+It asks the server at --url, or a cluster of its own with --local. An answer that fails counts as wrong and is listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 import time
-from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,7 +31,8 @@ from k3.bench.accuracy import (
 )
 from k3.bench.answers import Answer, Asker
 from k3.bench.suites import choose, read
-from k3.cluster import LocalCluster, Options
+from k3.bench.target import add_arguments as add_target
+from k3.bench.target import server
 from k3.errors import ConfigError
 
 VERSIONS = ("k3-serving", "torch", "nixl")
@@ -45,9 +45,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--suite", default="all", help="all, arithmetic, recall, or names with commas between"
     )
     p.add_argument("--items", type=int, default=0, help="the first N of each suite; 0 = all")
-    p.add_argument("--url", default="", help="a running server; without it one is started")
-    p.add_argument("--model", default="", help="model folder of the started server")
-    p.add_argument("--api-key", default="", help="sent as a bearer token")
+    add_target(p)
+    p.add_argument("--model", default="", help="model folder of a --local cluster")
     p.add_argument("--concurrency", type=int, default=4, help="most requests in flight")
     p.add_argument("--timeout-s", type=float, default=600.0, help="of one answer")
     p.add_argument("--json", type=Path, help="write figures and wrong answers there")
@@ -63,13 +62,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"--items {args.items} --concurrency {args.concurrency}: items must be at least 0 "
             "(0 = all), concurrency at least 1"
         )
-    with ExitStack() as stack:
-        url: str = args.url
-        if not url:
-            console.print("starting a local cluster")
-            flags = ("--model", args.model) if args.model else ()
-            options = Options(router_flags=flags, prefill_flags=flags, decode_flags=flags)
-            url = stack.enter_context(LocalCluster(options)).url
+    if args.model and not args.local:
+        raise ConfigError(f"--model {args.model} names no model of a running server; add --local")
+    flags = ("--model", args.model) if args.model else ()
+    with server(args, console, flags) as url:
         figures, answers = asyncio.run(measure(url, names, args, console))
     show(figures, answers, console)
     return 1 if any(a.error for a in answers) else 0

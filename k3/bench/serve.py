@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from k3.bench.load import Arrivals, Record, drive
 from k3.bench.prompts import ChatWorkload, RandomWorkload, Workload
 from k3.bench.report import Slo, plot, summarize, table
-from k3.cluster import LocalCluster, Options
+from k3.bench.target import add_arguments as add_target
+from k3.bench.target import server
 from k3.errors import K3Error
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags of this subcommand."""
-    p.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
-    p.add_argument(
-        "--local", action="store_true", help="start a cluster for this run instead of --url"
-    )
-    p.add_argument("--api-key", default="", help="sent as a bearer token")
+    add_target(p)
     p.add_argument("--requests", type=int, default=64, help="requests in all")
     p.add_argument("--concurrency", type=int, default=8, help="most requests in flight")
     p.add_argument("--rate", type=float, default=0.0, help="arrivals per second; 0 = closed loop")
@@ -55,11 +51,7 @@ def workload(args: argparse.Namespace, url: str) -> Workload:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """0 when every request is complete, else 1."""
-    with ExitStack() as stack:
-        url: str = args.url
-        if args.local:
-            console.print("starting a local cluster")
-            url = stack.enter_context(LocalCluster(Options())).url
+    with server(args, console) as url:
         records = measure(url, workload(args, url), args, console)
     report = summarize(records, Slo(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3))
     console.print(table(report))
