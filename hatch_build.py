@@ -1,12 +1,14 @@
-"""Build hook: generate `k3/v1/` from `proto/k3/v1/` before every wheel or editable build.
+"""Build hook: generate `k3/v1/` from `proto/k3/v1/` and the native CPU library before every wheel or editable build.
 
-Beside protoc's own files each service gets a `*_pb2_grpc.pyi`, so that calls of its stub are typed.
-Run as a script it regenerates the stubs in place (`make proto`). Generated files are never committed.
+Beside protoc's own files each service gets a `*_pb2_grpc.pyi`, so that calls of its stub are typed. Without a C++
+compiler the library is left out, with one line that says so, and CPUs compute by the torch reference.
+Run as a script it regenerates both in place (`make proto`). Generated files are never committed.
 """
 
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -83,16 +85,31 @@ def write_service_types(package: Path, protoc_args: list[str], files: list[Path]
         (package / f"{module}_pb2_grpc.pyi").write_text("\n".join(lines) + "\n")
 
 
+def build_native(root: Path = ROOT) -> list[Path]:
+    """Compile the library of `kernels/k3_kernels/cpu`; nothing, and one line on stderr, without a compiler."""
+    sys.path.insert(0, str(root / "kernels"))
+    from k3_kernels.cpu.build import BuildError, build
+
+    try:
+        return build()
+    except BuildError as error:
+        sys.stderr.write(f"no native CPU library, torch computes instead: {error}\n")
+        return []
+
+
 class ProtoBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
     """Hatchling calls `initialize` before collecting files."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, object]) -> None:
-        """Generate the stubs; hatchling picks them up through `artifacts`."""
+        """Generate stubs and library; hatchling picks them up through `artifacts`."""
         generate(Path(self.root))
+        if build_native(Path(self.root)) and self.target_name == "wheel" and version != "editable":
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data |= {"pure_python": False, "tag": f"py3-none-{platform}"}
 
 
 if __name__ == "__main__":
-    for path in generate():
+    for path in generate() + build_native():
         sys.stdout.write(f"{path.relative_to(ROOT)}\n")

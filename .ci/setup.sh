@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the virtual environment and the generated stubs; nothing to do when both are current.
+# Make the virtual environment, the generated stubs and the native library; nothing to do when all are current.
 source "$(dirname "$0")/env.sh"
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
@@ -17,7 +17,7 @@ find_python() {
 }
 
 packages="$(digest pyproject.toml constraints.txt)"
-stubs="$(digest hatch_build.py proto/k3/v1/*.proto)"
+stubs="$(digest hatch_build.py proto/k3/v1/*.proto kernels/k3_kernels/cpu/build.py kernels/k3_kernels/cpu/src/*)"
 
 if ! [ -x "$PY" ] || ! is_current packages "$packages"; then
   say "set-up: virtual environment in $VENV (once; minutes)"

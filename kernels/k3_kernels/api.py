@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from k3_kernels.cpu import library
 from k3_kernels.reference import attnres, conv, kda, message, mla, moe, replay
 from k3_kernels.reference.group import GroupCache, GroupRule
 from k3_kernels.reference.group import verify as verify_group
@@ -216,16 +217,21 @@ class Ops:
     capturable: bool
 
 
-IMPLEMENTED = ("reference",)
+IMPLEMENTED = ("native", "reference")
 
 
-def _choose(part: str, name: str) -> str:
+def _choose(part: str, name: str, device: torch.device) -> str:
+    """`native` is what `auto` means on a CPU where the library was built."""
     if name == "auto":
-        return "reference"
+        return "native" if device.type == "cpu" and library.is_built() else "reference"
     if name not in IMPLEMENTED:
         raise BackendError(
             f"backends.{part}={name!r}: not available; available: {', '.join(IMPLEMENTED)}; set "
             f"backends.{part}=auto"
+        )
+    if name == "native" and device.type != "cpu":
+        raise BackendError(
+            f"backends.{part}='native' runs on CPUs, not on {device.type}; set backends.{part}=auto"
         )
     return name
 
@@ -235,7 +241,7 @@ def _attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
         from k3_kernels.backends.choice import cuda_attention
 
         return cuda_attention(name, device)
-    return _choose("attention", name), ReferenceAttention()
+    return _choose("attention", name, device), ReferenceAttention()
 
 
 def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
@@ -243,13 +249,17 @@ def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
         from k3_kernels.backends.choice import cuda_kda
 
         return cuda_kda(name)
-    return _choose("kda", name), ReferenceKda()
+    return _choose("kda", name, device), ReferenceKda()
 
 
 def _mix(kda_name: str) -> MixOp:
     """Mixing has no name of its own: it is by the same kernels as KDA."""
     if kda_name == "reference":
         return attnres.mix
+    if kda_name == "native":
+        from k3_kernels.cpu.ops import NativeMix
+
+        return NativeMix()
     from k3_kernels.triton.attnres import mix
 
     return mix
@@ -257,9 +267,16 @@ def _mix(kda_name: str) -> MixOp:
 
 def select(backends: Backends, device: torch.device) -> Ops:
     """Choose implementations for `device`, once per process. Raises BackendError."""
+    try:
+        return _select(backends, device)
+    except library.LibraryError as error:
+        raise BackendError(f"native backend: {error}; or set backends to reference") from error
+
+
+def _select(backends: Backends, device: torch.device) -> Ops:
     attention_name, attention = _attention(backends.attention, device)
     kda_name, kda_ops = _kda(backends.kda, device)
-    chosen = Backends(attention_name, kda_name, _choose("moe", backends.moe))
+    chosen = Backends(attention_name, kda_name, _choose("moe", backends.moe, device))
     return Ops(
         attention=attention,
         kda=kda_ops,

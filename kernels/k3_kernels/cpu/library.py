@@ -1,0 +1,80 @@
+"""The loaded native library: finds the variant for this CPU, checks that it fits, calls its functions.
+
+Calls go through ctypes, which releases the interpreter lock. Torch-free: pointers and sizes are plain integers.
+Every function exists for float32 (`NAME_f32`) and float64 (`NAME_f64`); `SIGNATURES` lists the arguments:
+`p` a pointer, `i` a 64-bit integer, `d` a double.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from k3_kernels.cpu import build
+
+ABI = 1  # K3_ABI of src/abi.h
+REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
+
+SIGNATURES = {
+    "k3_mix": "piippiiid",
+    "k3_rms_norm": "pippiid",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+_NEEDS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+}
+
+
+class LibraryError(RuntimeError):
+    """The native library is not there, or not this source's. The message has the remedy."""
+
+
+@cache
+def variant() -> str | None:
+    """The best variant this CPU can run; None when there is none."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "portable"
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return None
+    flags = {
+        word
+        for line in cpuinfo.read_text().splitlines()
+        if line.startswith("flags")
+        for word in line.split()
+    }
+    return next((name for name, needs in _NEEDS.items() if needs <= flags), None)
+
+
+def is_built() -> bool:
+    """Whether `Library` can be expected to load."""
+    name = variant()
+    return name is not None and build.path(name).exists()
+
+
+@cache
+def function(name: str) -> Callable[..., None]:
+    """One exported function, `k3_rms_norm_f32` for instance, typed. Raises LibraryError."""
+    call = getattr(_open(), name)
+    call.restype = None
+    call.argtypes = [_TYPES[letter] for letter in SIGNATURES[name.rpartition("_")[0]]]
+    return call
+
+
+@cache
+def _open() -> ctypes.CDLL:
+    name = variant()
+    if name is None:
+        raise LibraryError("this CPU has no AVX2: the native library does not run here")
+    file = build.path(name)
+    if not file.exists():
+        raise LibraryError(f"{file} is missing; {REMEDY}")
+    library = ctypes.CDLL(str(file))
+    found = library.k3_abi()
+    if found != ABI:
+        raise LibraryError(f"{file} has ABI {found}, expected {ABI}; {REMEDY}")
+    return library

@@ -1,0 +1,3 @@
+#include "abi.h"
+
+K3_EXPORT int k3_abi() { return K3_ABI; }

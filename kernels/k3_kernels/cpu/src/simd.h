@@ -1,0 +1,71 @@
+// Vectors of a fixed number of lanes, whatever the machine has: a result depends neither on the instruction set's
+// width, nor on alignment, nor on which other rows are in the call. float: 16 lanes, double: 8.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "abi.h"
+
+template <typename T> struct Lanes;
+template <> struct Lanes<float> {
+  static constexpr i64 n = 16;
+  typedef float V __attribute__((vector_size(64)));
+  typedef std::int32_t I __attribute__((vector_size(64)));
+};
+template <> struct Lanes<double> {
+  static constexpr i64 n = 8;
+  typedef double V __attribute__((vector_size(64)));
+  typedef std::int64_t I __attribute__((vector_size(64)));
+};
+template <typename T> using Vec = typename Lanes<T>::V;
+template <typename T> using Int = typename Lanes<T>::I;
+
+#define K3_INLINE static inline __attribute__((always_inline))
+
+template <typename T> K3_INLINE Vec<T> load(const T* p) {
+  Vec<T> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <typename T> K3_INLINE void store(T* p, Vec<T> v) { std::memcpy(p, &v, sizeof v); }
+template <typename T> K3_INLINE Vec<T> fill(T x) { return Vec<T>{} + x; }
+// The first n lanes (0 <= n < lanes), zero beyond.
+template <typename T> K3_INLINE Vec<T> load_part(const T* p, i64 n) {
+  Vec<T> v{};
+  std::memcpy(&v, p, n * sizeof(T));
+  return v;
+}
+template <typename T> K3_INLINE void store_part(T* p, Vec<T> v, i64 n) { std::memcpy(p, &v, n * sizeof(T)); }
+
+// Sum and maximum of the lanes, halves folded onto each other.
+template <typename T> K3_INLINE T sum(Vec<T> v) {
+  for (i64 half = Lanes<T>::n / 2; half; half /= 2)
+    for (i64 i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+template <typename T> K3_INLINE T largest(Vec<T> v) {
+  for (i64 half = Lanes<T>::n / 2; half; half /= 2)
+    for (i64 i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+  return v[0];
+}
+
+template <typename T> K3_INLINE T dot(const T* a, const T* b, i64 n) {
+  constexpr i64 L = Lanes<T>::n;
+  Vec<T> acc{};
+  i64 i = 0;
+  for (; i + L <= n; i += L) acc += load(a + i) * load(b + i);
+  if (i < n) acc += load_part(a + i, n - i) * load_part(b + i, n - i);
+  return sum<T>(acc);
+}
+
+// y[i] = f(i, vector of lanes i ..) over 0 <= i < n. F: (i64 at, auto load) with `load(p)` a vector of p[at ..].
+template <typename T, typename F> K3_INLINE void over(i64 n, T* y, F f) {
+  constexpr i64 L = Lanes<T>::n;
+  i64 i = 0;
+  for (; i + L <= n; i += L) store(y + i, f([i](const T* p) { return load(p + i); }));
+  if (i < n) {
+    const i64 rest = n - i;
+    store_part(y + i, f([i, rest](const T* p) { return load_part(p + i, rest); }), rest);
+  }
+}
