@@ -19,6 +19,7 @@ from torch import Tensor
 
 from k3_kernels.reference.precision import constant, wide
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 SCORE_VALUES = 1 << 22  # scores held at once by the expanded form: bounds its memory
 
 
@@ -106,11 +107,33 @@ def prefill(
         extra = latent[:, rank:].expand(kv.shape[0], -1, -1)
         key = torch.cat((kv[..., :nope], extra), -1)
         q = q_THD[lo:hi].transpose(0, 1)
-        out[lo:hi] = _causal(q, key, kv[..., nope:], start, scale).transpose(0, 1)
+        attend = causal_in_parts if q.device.type == "cpu" else causal
+        out[lo:hi] = attend(q, key, kv[..., nope:], start, scale).transpose(0, 1)
     return out
 
 
-def _causal(q_HTD: Tensor, key_HSD: Tensor, v_HSV: Tensor, start: int, scale: float) -> Tensor:
+def causal_in_parts(
+    q_HTD: Tensor, key_HSD: Tensor, v_HSV: Tensor, start: int, scale: float
+) -> Tensor:
+    """`causal` by the CPU's flash kernel: the keys before the chunk without a mask, the chunk's own causally.
+
+    A mask over all keys would cost three times the time; the parts are merged by their log-sum-exp.
+    """
+    value_width = v_HSV.shape[-1]
+    width = max(value_width, q_HTD.shape[-1])  # the kernel wants one width
+    q, key, v = (_widened(x, width).unsqueeze(0) for x in (q_HTD, key_HSD, v_HSV))
+    own, own_lse = _flash(q, key[:, :, start:], v[:, :, start:], is_causal=True, scale=scale)[:2]
+    if start:
+        past, past_lse = _flash(q, key[:, :, :start], v[:, :, :start], scale=scale)[:2]
+        own = torch.lerp(own, past, torch.sigmoid(past_lse - own_lse).unsqueeze(-1).to(own.dtype))
+    return own[0, ..., :value_width]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def causal(q_HTD: Tensor, key_HSD: Tensor, v_HSV: Tensor, start: int, scale: float) -> Tensor:
     """Token t sees keys 0 .. start + t. Query tiles keep the score matrix small."""
     n_heads, n_tokens, _ = q_HTD.shape
     tile = max(1, SCORE_VALUES // (n_heads * key_HSD.shape[1]))

@@ -235,3 +235,16 @@ def test_an_unknown_backend_is_refused_with_the_available_ones(part: str) -> Non
 def test_auto_is_resolved_to_a_concrete_name() -> None:
     name = "native" if library.is_built() else "reference"
     assert select(Backends(), torch.device("cpu")).chosen == Backends(name, name, name)
+
+
+@given(seeds, st.integers(0, 40), st.integers(1, 40), st.sampled_from([(5, 3, 4), (2, 1, 9)]))
+def test_attention_in_two_parts_equals_one_masked_softmax(
+    seed: int, start: int, n: int, widths: tuple[int, int, int]
+) -> None:
+    nope, shared, value = widths
+    draw = _random(seed)
+    q, key = draw(3, n, nope + shared), draw(3, start + n, nope + shared)
+    v = draw(3, start + n, value)
+    expected = mla.causal(q, key, v, start, 0.3)
+    o = mla.causal_in_parts(q, key, v, start, 0.3)
+    assert_close(o, expected, 1e-12, "o")
