@@ -1,4 +1,4 @@
-"""`python -m k3.rank.main`: one rank. Joins its group, loads its weights, registers its pools, runs its service's loop.
+"""One rank (`python -m k3.rank`). Joins its group, loads its weights, registers its pools, runs its service's loop.
 
 The front spawned it (`k3/rank/supervise.py`) and is dialled twice: `plan` belongs to the main thread, `transfer` to
 the mover. Order of start-up: connections, set-up, device, group, weights, pools, mover, service. It ends with 0 on
@@ -14,7 +14,6 @@ import importlib
 import logging
 import os
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -55,7 +54,7 @@ PROGRESS_S = 0.2
 
 def main() -> int:
     """Run one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="k3.rank.main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="k3.rank", description=__doc__)
     parser.add_argument("--service", required=True, choices=sorted(LOOPS))
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--front", required=True, type=parse_address)
@@ -148,6 +147,7 @@ def _serve(
         records=speculation.records(config),
         draft=draft,
         draft_places=draft_places,
+        keeps_context=speculation.keeps_context(config),
     )
     storage = Storage(
         layout,
@@ -298,7 +298,3 @@ def _regions(layout: CacheLayout, storage: Storage) -> tuple[Region, ...]:
             )
         )
     return tuple(regions)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

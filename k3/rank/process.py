@@ -47,9 +47,9 @@ class RankProcess:
     async def spawn(
         cls, service: str, number: int, front: UnixAddress, env: dict[str, str]
     ) -> RankProcess:
-        """Start `python -m k3.rank.main`; it dials `front` and dies with this process."""
+        """Start `python -m k3.rank`; it dials `front` and dies with this process."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "k3.rank.main"),
+            *(sys.executable, "-m", "k3.rank"),
             *("--service", service, "--rank", str(number)),
             *("--front", str(front), "--parent", str(os.getpid())),
             stdin=asyncio.subprocess.DEVNULL,

@@ -395,6 +395,6 @@ def rank_pid() -> int:
     """Process id of the last rank of this test process."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ranks = [
-        int(pid) for pid in children if b"k3.rank.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        int(pid) for pid in children if b"k3.rank\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return ranks[-1]
