@@ -50,9 +50,7 @@ def test_every_rule_says_why_and_what_to_do(code: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize(
-    "key", ["schedule.two_batch_overlap", "cache.checkpoint_kind", "backends.graphs"]
-)
+@pytest.mark.parametrize("key", ["schedule.two_batch_overlap", "cache.checkpoint_kind"])
 def test_what_no_key_can_switch_on_is_an_unknown_key(tmp_path: Path, role: str, key: str) -> None:
     """Rules about these guard the day such a key comes; until then the key itself is refused, over any stages."""
     section, name = key.split(".")

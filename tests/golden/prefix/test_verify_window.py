@@ -11,6 +11,7 @@ import torch
 from k3_kernels.reference.tables import verify_tables
 
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.plan import Emitted, Plan, RowStep
 from decode_svc.request import RequestSpec
 from decode_svc.scheduler import DecodeScheduler, Limits
@@ -34,8 +35,7 @@ class Front:
         self.scheduler = DecodeScheduler(
             self.ledger,
             limits,
-            pages=PagePool(40),
-            state_slots=SlotPool(2),
+            memory=PoolMemory(PagePool(40), SlotPool(2)),
             rows=SlotPool(2, first=1),
         )
         spec = RequestSpec(RequestId("r"), (1,) * n, SamplingParams(), StopParams(99))
