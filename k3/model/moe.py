@@ -41,6 +41,7 @@ class Moe:
         moe = spec.moe
         self.spec, self.situ, self.eps = moe, spec.situ, spec.rms_norm_eps
         self.ops, self.comm = ops, comm
+        ops.require(weights.dtype)
         prefix = f"model.layers.{layer}.block_sparse_moe."
         acc = wide(weights.dtype)
         self.gate = weights.take(f"{prefix}gate.weight", dtype=acc)

@@ -127,6 +127,10 @@ class KdaOps(Protocol):
 class MoeOps(Protocol):
     """Expert choice and experts. Shapes and rules: `k3_kernels.reference.moe`."""
 
+    def require(self, dtype: torch.dtype) -> None:
+        """At load. Raises BackendError when experts of this activation dtype cannot be computed."""
+        ...
+
     def route(
         self, x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing
     ) -> tuple[Tensor, Tensor]:
@@ -204,6 +208,9 @@ class ReferenceMoe:
     route = staticmethod(moe.route)
     experts = staticmethod(moe.experts)
 
+    def require(self, dtype: torch.dtype) -> None:
+        """Everything can be computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
@@ -217,6 +224,7 @@ class Ops:
     capturable: bool
 
 
+CAPTURABLE = ("triton", "triton+flashmla", "flashmla")  # attention without a host read in a step
 IMPLEMENTED = ("native", "reference")
 
 
@@ -252,6 +260,14 @@ def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
     return _choose("kda", name, device), ReferenceKda()
 
 
+def _moe(name: str, device: torch.device) -> tuple[str, MoeOps]:
+    if device.type == "cuda" and name != "reference":
+        from k3_kernels.backends.choice import cuda_moe
+
+        return cuda_moe(name, device)
+    return _choose("moe", name, device), ReferenceMoe()
+
+
 def _mix(kda_name: str) -> MixOp:
     """Mixing has no name of its own: it is by the same kernels as KDA."""
     if kda_name == "reference":
@@ -276,12 +292,12 @@ def select(backends: Backends, device: torch.device) -> Ops:
 def _select(backends: Backends, device: torch.device) -> Ops:
     attention_name, attention = _attention(backends.attention, device)
     kda_name, kda_ops = _kda(backends.kda, device)
-    chosen = Backends(attention_name, kda_name, _choose("moe", backends.moe, device))
+    moe_name, moe_ops = _moe(backends.moe, device)
     return Ops(
         attention=attention,
         kda=kda_ops,
-        moe=ReferenceMoe(),
+        moe=moe_ops,
         mix=_mix(kda_name),
-        chosen=chosen,
-        capturable=False,
+        chosen=Backends(attention_name, kda_name, moe_name),
+        capturable=attention_name in CAPTURABLE and kda_name == moe_name == "triton",
     )

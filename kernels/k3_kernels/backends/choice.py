@@ -1,4 +1,4 @@
-"""Attention and KDA operations by name for one GPU. Libraries are imported here, when they are chosen, and never before.
+"""Attention, KDA and expert operations by name for one GPU. Libraries are imported here, when they are chosen, and never before.
 
 A name that cannot run is refused with the remedy; only `auto` looks at what is installed, and says in its name what
 it found.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels.api import AttentionOps, BackendError, KdaOps
+from k3_kernels.api import AttentionOps, BackendError, KdaOps, MoeOps
 
-KDA = ("reference", "triton")
+KDA = MOE = ("reference", "triton")
 ATTENTION = ("reference", "triton", "flashmla", "flashinfer")
 PACKAGES = {
     "triton": "triton",
@@ -53,18 +53,37 @@ def cuda_attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
 
 def cuda_kda(name: str) -> tuple[str, KdaOps]:
     """The concrete name and the operations of `auto` or `triton`. Raises BackendError."""
-    if name not in ("auto", "triton"):
-        raise BackendError(
-            f"backends.kda={name!r}: not available; available: auto, {', '.join(KDA)}; set backends.kda=auto"
-        )
+    _require_known("kda", name, KDA)
     try:
         from k3_kernels.triton.kda_ops import TritonKda
     except ImportError as error:
-        raise BackendError(
-            f"backends.kda={name!r}: triton cannot be loaded ({error}); pip install triton, or set "
-            "backends.kda=reference"
-        ) from error
+        raise _no_triton("kda", name, error) from error
     return "triton", TritonKda()
+
+
+def cuda_moe(name: str, device: torch.device) -> tuple[str, MoeOps]:
+    """The concrete name and the operations of `auto` or `triton`. Raises BackendError."""
+    _require_known("moe", name, MOE)
+    try:
+        from k3_kernels.triton.moe_ops import TritonMoe
+    except ImportError as error:
+        raise _no_triton("moe", name, error) from error
+    properties = torch.cuda.get_device_properties(device)  # noqa: TID251
+    return "triton", TritonMoe(properties.multi_processor_count)
+
+
+def _require_known(part: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in ("auto", *known):
+        raise BackendError(
+            f"backends.{part}={name!r}: not available; available: auto, {', '.join(known)}; set backends.{part}=auto"
+        )
+
+
+def _no_triton(part: str, name: str, error: ImportError) -> BackendError:
+    return BackendError(
+        f"backends.{part}={name!r}: triton cannot be loaded ({error}); pip install triton, or set "
+        f"backends.{part}=reference"
+    )
 
 
 def _missing(name: str, part: str, error: Exception) -> BackendError:

@@ -1,0 +1,47 @@
+"""Router and experts for the model on GPUs, without a host read: a step may be captured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3_kernels.api import BackendError
+from k3_kernels.reference.moe import ExpertWeights
+from k3_kernels.triton import moe
+from k3_kernels.triton.route import route
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonMoe:
+    """`MoeOps`."""
+
+    route = staticmethod(route)
+
+    def __init__(self, n_sms: int) -> None:
+        """n_sms: multiprocessors that share out the work."""
+        self.n_sms = n_sms
+
+    def require(self, dtype: torch.dtype) -> None:
+        """No float64."""
+        if dtype not in DTYPES:
+            raise BackendError(
+                f"backends.moe=triton: activations of {dtype}: expected one of {', '.join(map(str, DTYPES))}; set "
+                "backends.moe=reference"
+            )
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """As they are."""
+        return weights
+
+    def experts(
+        self,
+        z_TZ: Tensor,
+        ids_Tk: Tensor,
+        weight_Tk: Tensor,
+        weights: ExpertWeights,
+        beta: float,
+        linear_beta: float | None,
+    ) -> Tensor:
+        """`reference.moe.experts`, float32."""
+        return moe.experts(z_TZ, ids_Tk, weight_Tk, weights, beta, linear_beta, self.n_sms)

@@ -1,0 +1,178 @@
+"""Router of experts in two launches: gate logits in pieces of the hidden width, then choice and weights of a token.
+
+The number of pieces and the order of their sum depend on the model alone, so a token's choice does not depend on which
+others are in the step. Equal scores: the lowest id first; chosen ids come with the best biased score first.
+
+Letters: T tokens, D hidden size, E experts, k experts per token, S pieces of the hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3_kernels.reference.moe import Routing
+
+TOKENS, EXPERTS, WIDTH = 32, 64, 64  # a program's tile of logits, and its step along the width
+PIECE = 1024  # of the hidden width, at least
+
+
+@triton.jit
+def _logits(
+    x_ptr,
+    gate_ptr,
+    logits_ptr,
+    x_token,
+    n_tokens,
+    n_experts,
+    width,
+    piece,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    split = tl.program_id(2)
+    known, real = token < n_tokens, expert < n_experts
+    x_row = x_ptr + token.to(tl.int64)[:, None] * x_token
+    gate_row = gate_ptr + expert[:, None] * width
+    logits = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
+    for start in tl.range(split * piece, tl.minimum(split * piece + piece, width), WIDTH):
+        channel = start + tl.arange(0, WIDTH)[None, :]
+        inside = channel < width
+        x = tl.load(x_row + channel, mask=known[:, None] & inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_row + channel, mask=real[:, None] & inside, other=0.0)
+        logits = tl.dot(x, tl.trans(gate), logits, input_precision="tf32x3")
+    at = (split.to(tl.int64) * n_tokens + token[:, None]) * n_experts + expert[None, :]
+    tl.store(logits_ptr + at, logits, mask=known[:, None] & real[None, :])
+
+
+@triton.jit
+def _limited(biased, top_groups, SIZE: tl.constexpr):
+    """Biased scores [groups, SIZE] outside the best groups become -inf; a group counts with its two best."""
+    best = tl.max(biased, 1)
+    where = tl.argmax(biased, 1)
+    others = tl.where(tl.arange(0, SIZE)[None, :] == where[:, None], float("-inf"), biased)
+    second = tl.max(others, 1)
+    # A group of one expert has no second.
+    left = best + tl.where(second > float("-inf"), second, 0.0)
+    kept = tl.zeros_like(left)
+    for _ in tl.range(0, top_groups):
+        chosen = tl.arange(0, left.shape[0]) == tl.argmax(left, 0)
+        kept = tl.where(chosen, 1.0, kept)
+        left = tl.where(chosen, float("-inf"), left)
+    return tl.where(kept[:, None] > 0, biased, float("-inf"))
+
+
+@triton.jit
+def _choose(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weight_ptr,
+    n_tokens,
+    n_experts,
+    group_size,
+    n_groups,
+    top_groups,
+    top_k,
+    scaling,
+    PIECES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    LIMITED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
+    real = (group < n_groups) & (place < group_size)
+    expert = group * group_size + place
+    logits = tl.zeros([GROUPS, SIZE], dtype=tl.float32)
+    for piece in tl.static_range(PIECES):
+        at = (piece * n_tokens + token) * n_experts + expert
+        logits += tl.load(logits_ptr + at, mask=real, other=0.0)
+    if SIGMOID:
+        score = tl.sigmoid(logits)
+    else:
+        logits = tl.where(real, logits, float("-inf"))
+        score = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    biased = score + tl.load(bias_ptr + expert, mask=real, other=0.0)
+    biased = tl.where(real, biased, float("-inf"))
+    if LIMITED:
+        biased = _limited(biased, top_groups, SIZE)
+    score, biased = tl.reshape(score, [GROUPS * SIZE]), tl.reshape(biased, [GROUPS * SIZE])
+    index = tl.arange(0, GROUPS * SIZE)
+    rank = tl.arange(0, K)
+    ids = tl.zeros([K], dtype=tl.int32)
+    weight = tl.zeros([K], dtype=tl.float32)
+    for k in tl.range(0, top_k):
+        best = tl.argmax(biased, 0)
+        ids = tl.where(rank == k, (best // SIZE) * group_size + best % SIZE, ids)
+        weight = tl.where(rank == k, tl.sum(tl.where(index == best, score, 0.0), 0), weight)
+        biased = tl.where(index == best, float("-inf"), biased)
+    if RENORMALIZE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    asked = rank < top_k
+    tl.store(ids_ptr + token * top_k + rank, ids.to(tl.int64), mask=asked)
+    tl.store(weight_ptr + token * top_k + rank, weight * scaling, mask=asked)
+
+
+def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple[Tensor, Tensor]:
+    """`reference.moe.route`: ids [T, k] int64, weights [T, k] float32. Rows of x may be strided."""
+    n_tokens, width = x_TD.shape
+    n_experts = len(gate_ED)
+    assert x_TD.stride(1) == 1, f"hidden rows: strides {x_TD.stride()}"
+    assert gate_ED.is_contiguous(), f"gate: strides {gate_ED.stride()}"
+    assert gate_ED.dtype == bias_E.dtype == torch.float32, f"gate {gate_ED.dtype}: expected float32"
+    options = {"dtype": torch.float32, "device": x_TD.device}
+    piece = PIECE if width >= 2 * PIECE else width
+    pieces = triton.cdiv(width, piece)
+    logits = torch.empty(pieces, n_tokens, n_experts, **options)
+    ids = torch.empty(n_tokens, rule.top_k, dtype=torch.int64, device=x_TD.device)
+    weight = torch.empty(n_tokens, rule.top_k, **options)
+    if not n_tokens:
+        return ids, weight
+    grid = (triton.cdiv(n_tokens, TOKENS), triton.cdiv(n_experts, EXPERTS), pieces)
+    tile = {"TOKENS": TOKENS, "EXPERTS": EXPERTS, "WIDTH": WIDTH}
+    _logits[grid](
+        x_TD,
+        gate_ED,
+        logits,
+        x_TD.stride(0),
+        n_tokens,
+        n_experts,
+        width,
+        piece,
+        **tile,
+        num_warps=4,
+    )
+    limited = rule.n_groups > rule.top_groups
+    groups = rule.n_groups if limited else 1
+    _choose[(n_tokens,)](
+        logits,
+        bias_E,
+        ids,
+        weight,
+        n_tokens,
+        n_experts,
+        n_experts // groups,
+        groups,
+        rule.top_groups,
+        rule.top_k,
+        rule.scaling,
+        PIECES=pieces,
+        GROUPS=triton.next_power_of_2(groups),
+        SIZE=triton.next_power_of_2(n_experts // groups),
+        K=triton.next_power_of_2(rule.top_k),
+        SIGMOID=rule.activation == "sigmoid",
+        LIMITED=limited,
+        RENORMALIZE=rule.renormalize and rule.top_k > 1,
+        num_warps=1,
+    )
+    return ids, weight
