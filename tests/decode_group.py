@@ -67,7 +67,9 @@ class Prefill:
         stream = self.draft.tap_stream if self.draft is not None else "prefix"
         self.stage = solo_stage(folder, dtype, taps=taps, tap_stream=stream)
         self.context = (
-            open_context(drafter, WHOLE, dtype=dtype, device=CPU) if drafter is not None else None
+            open_context(drafter, WHOLE, dtype=dtype, device=CPU, ops=OPS.dense)
+            if drafter is not None
+            else None
         )
 
     def __call__(self, prompt: Sequence[int], chunk: int = 5) -> dict[str, Tensor]:
@@ -193,6 +195,7 @@ class Model:
                     head=stage.head,
                     dtype=dtype,
                     device=CPU,
+                    ops=OPS.dense,
                     confidence=confidence,
                 )
             )

@@ -125,6 +125,7 @@ class Alone:
                 dtype=config.model.dtype,
                 device=self._device,
                 confidence=speculation.is_by_confidence(config),
+                ops=self._stage.ops.dense,
             )
             places = speculation.places(config, spec)
             self._ring = DraftRing(self._storage.draft, places, config.spec.draft_window)

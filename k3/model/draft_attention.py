@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from k3_kernels.api import DenseOps
 from torch import Tensor
 
 from k3.model.dspark_spec import DraftSpec, GqaDraft, MlaDraft, Rope
-from k3.model.layers import linear, rms_norm, wide
+from k3.model.layers import wide
 from k3.model.weights import Weights
 from k3.parallel.mesh import Shard
 
@@ -46,15 +47,17 @@ class Rotation:
 class LatentRows:
     """MLA: one row per token, normalised latent beside the rotated shared key."""
 
-    def __init__(self, spec: DraftSpec, attention: MlaDraft, weights: Weights, prefix: str) -> None:
-        self.rank, self.eps = attention.kv_lora_rank, spec.eps
-        self.down = weights.take(f"{prefix}kv_a_proj_with_mqa.weight")
+    def __init__(
+        self, spec: DraftSpec, attention: MlaDraft, ops: DenseOps, weights: Weights, prefix: str
+    ) -> None:
+        self.rank, self.eps, self.ops = attention.kv_lora_rank, spec.eps, ops
+        self.down = ops.projection(weights.take(f"{prefix}kv_a_proj_with_mqa.weight"))
         self.norm = weights.take(f"{prefix}kv_a_layernorm.weight")
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         """x: [*positions, D] -> [*positions, W]."""
-        z = linear(x, self.down)
-        latent = rms_norm(z[..., : self.rank], self.norm, self.eps)
+        z = self.down(x)
+        latent = self.ops.rms_norm(z[..., : self.rank], self.norm, self.eps)
         return torch.cat((latent, rotation(z[..., self.rank :], positions)), -1)
 
 
@@ -62,18 +65,24 @@ class HeadRows:
     """GQA: a normalised, rotated key and a value per head of this rank."""
 
     def __init__(
-        self, spec: DraftSpec, attention: GqaDraft, shard: Shard, weights: Weights, prefix: str
+        self,
+        spec: DraftSpec,
+        attention: GqaDraft,
+        shard: Shard,
+        ops: DenseOps,
+        weights: Weights,
+        prefix: str,
     ) -> None:
-        self.head_dim, self.eps = attention.head_dim, spec.eps
-        self.k = weights.take(f"{prefix}k_proj.weight", shard=shard)
-        self.v = weights.take(f"{prefix}v_proj.weight", shard=shard)
+        self.head_dim, self.eps, self.ops = attention.head_dim, spec.eps, ops
+        self.k = ops.projection(weights.take(f"{prefix}k_proj.weight", shard=shard))
+        self.v = ops.projection(weights.take(f"{prefix}v_proj.weight", shard=shard))
         self.norm = weights.take(f"{prefix}k_norm.weight")
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         """x: [*positions, D] -> [*positions, H, 2, dim]."""
-        k = linear(x, self.k).unflatten(-1, (-1, self.head_dim))
-        v = linear(x, self.v).unflatten(-1, (-1, self.head_dim))
-        return torch.stack((rotation(rms_norm(k, self.norm, self.eps), positions), v), -2)
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        return torch.stack((rotation(self.ops.rms_norm(k, self.norm, self.eps), positions), v), -2)
 
 
 class LatentAttention:
@@ -84,18 +93,19 @@ class LatentAttention:
         spec: DraftSpec,
         attention: MlaDraft,
         shard: Shard,
+        ops: DenseOps,
         weights: Weights,
         prefix: str,
     ) -> None:
-        self.eps, self.scale, self.spec = spec.eps, spec.scale, attention
+        self.eps, self.scale, self.spec, self.ops = spec.eps, spec.scale, attention, ops
         self.n_heads = shard.size(spec.n_heads)
-        self.q_a = weights.take(f"{prefix}q_a_proj.weight")
+        self.q_a = ops.projection(weights.take(f"{prefix}q_a_proj.weight"))
         self.q_norm = weights.take(f"{prefix}q_a_layernorm.weight")
-        self.q_b = weights.take(f"{prefix}q_b_proj.weight", shard=shard)
+        self.q_b = ops.projection(weights.take(f"{prefix}q_b_proj.weight", shard=shard))
         up = weights.take(f"{prefix}kv_b_proj.weight", shard=shard)
         up_HEC = up.view(self.n_heads, attention.nope_dim + attention.v_dim, -1)
         self.k_up_HNC, self.v_up_HVC = up_HEC.split((attention.nope_dim, attention.v_dim), 1)
-        self.o = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+        self.o = ops.projection(weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard))
 
     def __call__(
         self,
@@ -106,7 +116,7 @@ class LatentAttention:
         rows: LayerRows,
     ) -> Tensor:
         """own_BKW: the block's own rows. rows: the context."""
-        q = linear(rms_norm(linear(x_BKD, self.q_a), self.q_norm, self.eps), self.q_b)
+        q = self.q_b(self.ops.rms_norm(self.q_a(x_BKD), self.q_norm, self.eps))
         q_BKHE = q.unflatten(-1, (self.n_heads, -1))
         plain, turned = q_BKHE.split((self.spec.nope_dim, self.spec.rope_dim), -1)
         absorbed = torch.einsum("bkhn,hnc->bkhc", plain, self.k_up_HNC)
@@ -115,7 +125,7 @@ class LatentAttention:
         scores = q_BKHW.flatten(1, 2) @ keys_BMW.transpose(1, 2)
         weights = _softmax(scores * self.scale, rows.seen_BM)
         o_BKHC = (weights @ keys_BMW[..., : self.spec.kv_lora_rank]).unflatten(1, q_BKHW.shape[1:3])
-        return linear(torch.einsum("bkhc,hvc->bkhv", o_BKHC, self.v_up_HVC).flatten(2), self.o)
+        return self.o(torch.einsum("bkhc,hvc->bkhv", o_BKHC, self.v_up_HVC).flatten(2))
 
 
 class HeadAttention:
@@ -126,28 +136,30 @@ class HeadAttention:
         spec: DraftSpec,
         attention: GqaDraft,
         shard: Shard,
+        ops: DenseOps,
         weights: Weights,
         prefix: str,
     ) -> None:
-        self.eps, self.scale, self.head_dim = spec.eps, spec.scale, attention.head_dim
+        self.eps, self.scale, self.ops = spec.eps, spec.scale, ops
+        self.head_dim = attention.head_dim
         self.n_kv_heads = shard.size(attention.n_kv_heads)
-        self.q = weights.take(f"{prefix}q_proj.weight", shard=shard)
+        self.q = ops.projection(weights.take(f"{prefix}q_proj.weight", shard=shard))
         self.norm = weights.take(f"{prefix}q_norm.weight")
-        self.o = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+        self.o = ops.projection(weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard))
 
     def __call__(
         self, x_BKD: Tensor, own: Tensor, positions_BK: Tensor, rotation: Rotation, rows: LayerRows
     ) -> Tensor:
         """own: the block's keys and values [B, K, H, 2, dim]. rows: the context."""
-        q = linear(x_BKD, self.q).unflatten(-1, (-1, self.head_dim))
-        q = rotation(rms_norm(q, self.norm, self.eps), positions_BK)
+        q = self.q(x_BKD).unflatten(-1, (-1, self.head_dim))
+        q = rotation(self.ops.rms_norm(q, self.norm, self.eps), positions_BK)
         q_BHQE = q.unflatten(2, (self.n_kv_heads, -1)).movedim(1, 3).flatten(2, 3)
         both = torch.cat((rows.values, own), 1)
         k_BHME, v_BHME = both[..., 0, :].transpose(1, 2), both[..., 1, :].transpose(1, 2)
         scores = q_BHQE @ k_BHME.transpose(2, 3)
         o = _softmax(scores * self.scale, rows.seen_BM.unsqueeze(1)) @ v_BHME
         o_BKHGE = o.unflatten(2, (-1, q.shape[1])).movedim(3, 1)
-        return linear(o_BKHGE.flatten(2), self.o)
+        return self.o(o_BKHGE.flatten(2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from k3_kernels.api import DenseOps
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from k3.model.draft_attention import (
     HeadAttention,
@@ -29,7 +30,7 @@ from k3.model.draft_attention import (
 )
 from k3.model.draft_ring import Context
 from k3.model.dspark_spec import CONFIDENCE, SHARED, DraftSpec, GqaDraft, MlaDraft
-from k3.model.layers import linear, rms_norm, torch_dtype, wide
+from k3.model.layers import torch_dtype, wide
 from k3.model.weights import TensorSource, Weights, check, open_folder
 from k3.parallel.collectives import Collectives
 from k3.parallel.mesh import Shard
@@ -42,13 +43,14 @@ Choose = Callable[[int, Tensor], Tensor]  # draft i of each request from its log
 class DraftContext:
     """Taps of committed tokens to the rows every drafter layer attends to."""
 
-    def __init__(self, spec: DraftSpec, shard: Shard, weights: Weights) -> None:
-        self.spec = spec
+    def __init__(self, spec: DraftSpec, shard: Shard, ops: DenseOps, weights: Weights) -> None:
+        self.spec, self.ops = spec, ops
         is_mla = spec.flavour == "mla"
         projection, norm = ("context_proj", "context_norm") if is_mla else ("fc", "hidden_norm")
         listed = weights.take(f"{projection}.weight").unflatten(1, (len(spec.taps), -1))
         ascending = sorted(range(len(spec.taps)), key=spec.taps.__getitem__)
-        self.projection = listed[:, ascending].flatten(1)  # taps come in ascending order
+        # taps come in ascending order
+        self.projection = ops.projection(listed[:, ascending].flatten(1))
         self.norm = weights.take(f"{norm}.weight")
         self.rotation = Rotation(spec.rope, weights.dtype, weights.device)
         self.layers = [self._rows(shard, weights, layer) for layer in range(spec.num_layers)]
@@ -57,15 +59,15 @@ class DraftContext:
         prefix = f"layers.{layer}.self_attn."
         match self.spec.attention:
             case MlaDraft() as attention:
-                return LatentRows(self.spec, attention, weights, prefix)
+                return LatentRows(self.spec, attention, self.ops, weights, prefix)
             case GqaDraft() as attention:
-                return HeadRows(self.spec, attention, shard, weights, prefix)
+                return HeadRows(self.spec, attention, shard, self.ops, weights, prefix)
 
     @torch.no_grad()
     def __call__(self, taps_TXD: Tensor, positions_T: Tensor) -> Tensor:
         """Rows of all layers: [T, L, W], or by head [T, H, L, 2, dim]."""
-        projected = linear(taps_TXD.flatten(1), self.projection)
-        context = rms_norm(projected, self.norm, self.spec.eps)
+        projected = self.projection(taps_TXD.flatten(1))
+        context = self.ops.rms_norm(projected, self.norm, self.spec.eps)
         rows = [layer(context, positions_T, self.rotation) for layer in self.layers]
         return torch.stack(rows, 1 if self.spec.flavour == "mla" else 2)
 
@@ -78,45 +80,47 @@ class DraftLayer:
         spec: DraftSpec,
         shard: Shard,
         comm: Collectives,
+        ops: DenseOps,
         weights: Weights,
         layer: int,
         rows: LatentRows | HeadRows,
     ) -> None:
         prefix = f"layers.{layer}."
-        self.eps, self.comm, self.rows = spec.eps, comm, rows
+        self.eps, self.comm, self.ops, self.rows = spec.eps, comm, ops, rows
         self.input_norm = weights.take(f"{prefix}input_layernorm.weight")
         self.mlp_norm = weights.take(f"{prefix}post_attention_layernorm.weight")
         gate = weights.take(f"{prefix}mlp.gate_proj.weight", shard=shard)
         up = weights.take(f"{prefix}mlp.up_proj.weight", shard=shard)
-        self.gate_up = torch.cat((gate, up))
-        self.down = weights.take(f"{prefix}mlp.down_proj.weight", axis=1, shard=shard)
+        self.gate_up = ops.projection(torch.cat((gate, up)))
+        down = weights.take(f"{prefix}mlp.down_proj.weight", axis=1, shard=shard)
+        self.down = ops.projection(down)
         prefix += "self_attn."
         self.attention: LatentAttention | HeadAttention
         match spec.attention:
             case MlaDraft() as attention:
-                self.attention = LatentAttention(spec, attention, shard, weights, prefix)
+                self.attention = LatentAttention(spec, attention, shard, ops, weights, prefix)
             case GqaDraft() as attention:
-                self.attention = HeadAttention(spec, attention, shard, weights, prefix)
+                self.attention = HeadAttention(spec, attention, shard, ops, weights, prefix)
 
     def __call__(
         self, x_BKD: Tensor, positions_BK: Tensor, rotation: Rotation, context: LayerRows
     ) -> Tensor:
         """The residual after this layer."""
-        h = rms_norm(x_BKD, self.input_norm, self.eps)
+        h = self.ops.rms_norm(x_BKD, self.input_norm, self.eps)
         own = self.rows(h, positions_BK, rotation)
         x = x_BKD + self.comm.all_reduce(self.attention(h, own, positions_BK, rotation, context))
-        gate, up = linear(rms_norm(x, self.mlp_norm, self.eps), self.gate_up).chunk(2, -1)
-        return x + self.comm.all_reduce(linear(silu(gate) * up, self.down))
+        gate, up = self.gate_up(self.ops.rms_norm(x, self.mlp_norm, self.eps)).chunk(2, -1)
+        return x + self.comm.all_reduce(self.down(silu(gate) * up))
 
 
 class SequentialHead:
     """The bias each slot's logits get from the token before it; runs from left to right."""
 
-    def __init__(self, spec: DraftSpec, weights: Weights) -> None:
+    def __init__(self, spec: DraftSpec, ops: DenseOps, weights: Weights) -> None:
         acc = wide(weights.dtype)
         self.kind, self.rank = spec.markov_type, spec.markov_rank
         self.table_VR = weights.take("markov_head.markov_w1.weight", dtype=acc)
-        self.out_VR = weights.take("markov_head.markov_w2.weight", dtype=acc)
+        self.out = ops.projection(weights.take("markov_head.markov_w2.weight", dtype=acc))
         name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
         if name is not None:
             self.mixer = weights.take(f"markov_head.{name}.weight", dtype=acc)
@@ -141,7 +145,7 @@ class SequentialHead:
             gate = gate.sigmoid()
             state_BR = gate * state_BR + (1 - gate) * candidate.tanh()
             e = out.tanh()
-        return linear(e, self.out_VR), state_BR
+        return self.out(e), state_BR
 
 
 class Drafter:
@@ -157,18 +161,19 @@ class Drafter:
         draft_tokens: int,
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
+        ops: DenseOps,
         confidence: bool = False,
     ) -> None:
         """draft_tokens: drafts that are kept of each block; the block is computed at its trained width."""
-        self.spec, self.draft_tokens = spec, draft_tokens
+        self.spec, self.draft_tokens, self.ops = spec, draft_tokens, ops
         self.block = spec.block(draft_tokens)
-        self.context = DraftContext(spec, shard, weights)
+        self.context = DraftContext(spec, shard, ops, weights)
         self.layers = [
-            DraftLayer(spec, shard, comm, weights, i, rows)
+            DraftLayer(spec, shard, comm, ops, weights, i, rows)
             for i, rows in enumerate(self.context.layers)
         ]
         self.norm = weights.take("final_norm.weight" if spec.flavour == "mla" else "norm.weight")
-        self.sequential = SequentialHead(spec, weights)
+        self.sequential = SequentialHead(spec, ops, weights)
         self.embed, self.head, self.comm = embed, head, comm
         self._slots_K = torch.arange(self.block, device=weights.device)
         self._masks = torch.full((1, self.block - 1), spec.mask_token_id, device=weights.device)
@@ -188,7 +193,7 @@ class Drafter:
         for i, layer in enumerate(self.layers):
             rows = LayerRows(context.layer(i, self.spec.flavour), seen_BM)
             x = layer(x, positions_BK, self.context.rotation, rows)
-        return rms_norm(x, self.norm, self.spec.eps)
+        return self.ops.rms_norm(x, self.norm, self.spec.eps)
 
     @torch.no_grad()
     def propose(
@@ -254,13 +259,15 @@ def is_context(name: str) -> bool:
     )
 
 
-def open_context(folder: Path, shard: Shard, *, dtype: str, device: torch.device) -> DraftContext:
+def open_context(
+    folder: Path, shard: Shard, *, dtype: str, device: torch.device, ops: DenseOps
+) -> DraftContext:
     """The context writer of the drafter in `folder`. Raises ModelError."""
     spec = DraftSpec.from_folder(folder)
     weights = draft_weights(
         spec, open_folder(folder), context_only=True, dtype=dtype, device=device
     )
-    context = DraftContext(spec, shard, weights)
+    context = DraftContext(spec, shard, ops, weights)
     weights.finish()
     return context
 
@@ -275,6 +282,7 @@ def open_drafter(
     head: Callable[[Tensor], Tensor],
     dtype: str,
     device: torch.device,
+    ops: DenseOps,
     confidence: bool = False,
 ) -> Drafter:
     """The drafter in `folder`. Raises ModelError. confidence: with its confidence head."""
@@ -295,6 +303,7 @@ def open_drafter(
         draft_tokens=draft_tokens,
         embed=embed,
         head=head,
+        ops=ops,
         confidence=confidence,
     )
     weights.finish()

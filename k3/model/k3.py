@@ -19,7 +19,7 @@ from torch import Tensor
 from k3.model.attnres import MixingSite
 from k3.model.batch import Batch, ChunkBatch, StageCaches, VerifyBatch
 from k3.model.kda import Kda
-from k3.model.layers import Embedding, GatedMlp, Head, rms_norm
+from k3.model.layers import Embedding, GatedMlp, Head
 from k3.model.mla import Mla
 from k3.model.moe import Moe
 from k3.model.names import expert_of, layer_of, layer_prefix
@@ -53,7 +53,7 @@ class Layer:
     ) -> None:
         self.index = layer
         self.eps = spec.rms_norm_eps
-        self.comm = groups.shard
+        self.comm, self.ops = groups.shard, ops.dense
         prefix = layer_prefix(layer)
         block = spec.attn_res_block
         self.opens_block = block is not None and layer % block == 0
@@ -68,14 +68,14 @@ class Layer:
         attention = f"{prefix}self_attn."
         self.attention: Mla | Kda
         if spec.is_mla(layer):
-            self.attention = Mla(spec, place, groups, ops.attention, weights, attention, exchange)
+            self.attention = Mla(spec, place, groups, ops, weights, attention, exchange)
         else:
-            self.attention = Kda(spec, place, ops.kda, weights, layer, attention)
+            self.attention = Kda(spec, place, ops, weights, layer, attention)
         self.ffn: Moe | GatedMlp
         if spec.is_moe(layer):
-            self.ffn = Moe(spec, place, groups.shard, ops.moe, weights, layer, moe_weights)
+            self.ffn = Moe(spec, place, groups.shard, ops, weights, layer, moe_weights)
         else:
-            self.ffn = GatedMlp(weights, f"{prefix}mlp.", spec.situ, place.shard)
+            self.ffn = GatedMlp(weights, f"{prefix}mlp.", spec.situ, place.shard, ops.dense)
 
     def mixture(self, frame: Frame, n_blocks: int) -> Tensor:
         """What the attention sublayer reads, before its norm."""
@@ -94,7 +94,7 @@ class Layer:
     ) -> int:
         """Advance the frame's residual in place; returns the number of banked blocks afterwards."""
         residual = frame.hidden_TH
-        x = rms_norm(mixture_TD, self.input_norm, self.eps)
+        x = self.ops.rms_norm(mixture_TD, self.input_norm, self.eps)
         attended = self._attend(x, caches, batch, plan)
         if self.opens_block:
             frame.bank_TH(n_blocks).copy_(residual)
@@ -103,7 +103,7 @@ class Layer:
         else:
             residual.add_(attended)
         h = residual if self.ffn_site is None else self.ffn_site(frame, n_blocks)
-        residual.add_(self._feed_forward(rms_norm(h, self.ffn_norm, self.eps)))
+        residual.add_(self._feed_forward(self.ops.rms_norm(h, self.ffn_norm, self.eps)))
         return n_blocks
 
     def _attend(
@@ -172,7 +172,8 @@ class Stage:
     def _load_head(self, weights: Weights) -> None:
         spec = self.spec
         table = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self.head = Head(weights.take(table, shard=self.place.shard), self.groups.shard)
+        own = weights.take(table, shard=self.place.shard)
+        self.head = Head(own, self.groups.shard, self.ops.dense)
         self.final_norm = weights.take("model.norm.weight")
         self.output_site = None
         if spec.attn_res_block is not None:
@@ -241,7 +242,8 @@ class Stage:
         candidates = frame.candidates_TJH(self.out_layout.bank)
         if rows_N is not None:
             candidates = candidates.index_select(0, rows_N)
-        return rms_norm(self._output_mixture(candidates), self.final_norm, self.spec.rms_norm_eps)
+        mixture = self._output_mixture(candidates)
+        return self.ops.dense.rms_norm(mixture, self.final_norm, self.spec.rms_norm_eps)
 
     @torch.no_grad()
     def logits(self, hidden_ND: Tensor) -> Tensor:

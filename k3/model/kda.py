@@ -10,13 +10,12 @@ Letters: T tokens, B rows, G group tokens, D hidden size, H heads of this rank, 
 from __future__ import annotations
 
 import torch
-from k3_kernels.api import KdaOps
+from k3_kernels.api import Ops
 from k3_kernels.reference.group import GroupCache, GroupRule, split_heads
-from k3_kernels.reference.norm import gated_rms_norm
 from torch import Tensor
 
 from k3.model.batch import ChunkBatch, StageCaches, VerifyBatch
-from k3.model.layers import linear, wide
+from k3.model.layers import wide
 from k3.model.spec import QK_NORM_EPS, K3Spec
 from k3.model.weights import Weights
 from k3.parallel.mesh import Place
@@ -26,12 +25,12 @@ class Kda:
     """One layer's attention; returns a partial sum over the shard group."""
 
     def __init__(
-        self, spec: K3Spec, place: Place, ops: KdaOps, weights: Weights, layer: int, prefix: str
+        self, spec: K3Spec, place: Place, ops: Ops, weights: Weights, layer: int, prefix: str
     ) -> None:
         """prefix: `model.layers.{layer}.self_attn.`."""
         self.spec = spec.kda
         self.eps = spec.rms_norm_eps
-        self.ops = ops
+        self.ops, self.dense = ops.kda, ops.dense
         self.layer = layer
         shard = place.shard
         heads, dim = shard.size(spec.kda.n_heads), spec.kda.head_dim
@@ -44,12 +43,13 @@ class Kda:
             gate = weights.take(f"{prefix}g_proj.weight", shard=shard)
         else:
             gate = weights.take(f"{prefix}g_a_proj.weight")
-            self.g_b = weights.take(f"{prefix}g_b_proj.weight", shard=shard)
+            g_b = weights.take(f"{prefix}g_b_proj.weight", shard=shard)
+            self.g_b = ops.dense.projection(g_b)
         f_a = weights.take(f"{prefix}f_a_proj.weight")
         beta = weights.take(f"{prefix}b_proj.weight", shard=shard)
-        self.entry = torch.cat((qkv, gate, f_a, beta))
+        self.entry = ops.dense.projection(torch.cat((qkv, gate, f_a, beta)))
         self.widths = (qkv.shape[0], gate.shape[0], f_a.shape[0], beta.shape[0])
-        self.f_b = weights.take(f"{prefix}f_b_proj.weight", shard=shard)
+        self.f_b = ops.dense.projection(weights.take(f"{prefix}f_b_proj.weight", shard=shard))
 
         convs = [
             weights.take(f"{prefix}{s}_conv1d.weight", shard=shard, dtype=acc)
@@ -67,22 +67,23 @@ class Kda:
             lower_bound=spec.kda.gate_lower_bound,
             eps=QK_NORM_EPS,
         )
-        ops.require(dim, conv_HSKw.shape[-1], weights.dtype)
+        ops.kda.require(dim, conv_HSKw.shape[-1], weights.dtype)
         self.o_norm = weights.take(f"{prefix}o_norm.weight", dtype=acc)
-        self.o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+        o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
+        self.o_proj = ops.dense.projection(o_proj)
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Convolution input [T, H, 3, K], output gate [T, H, K], raw decay gate [T, H, K], raw beta [T, H]."""
-        u, gate, f_a, beta = linear(x_TD, self.entry).split(self.widths, -1)
+        u, gate, f_a, beta = self.entry(x_TD).split(self.widths, -1)
         if not self.spec.full_rank_gate:
-            gate = linear(gate, self.g_b)
+            gate = self.g_b(gate)
         heads = (-1, self.n_heads, self.head_dim)
         u_THSK = u.view(-1, self.n_heads, 3, self.head_dim)
-        return u_THSK, gate.view(heads), linear(f_a, self.f_b).view(heads), beta
+        return u_THSK, gate.view(heads), self.f_b(f_a).view(heads), beta
 
     def _leave(self, o_THK: Tensor, gate_THK: Tensor) -> Tensor:
-        o = gated_rms_norm(o_THK, gate_THK, self.o_norm, self.eps)
-        return linear(o.flatten(1), self.o_proj)
+        o = self.dense.gated_rms_norm(o_THK, gate_THK, self.o_norm, self.eps)
+        return self.o_proj(o.flatten(1))
 
     def chunk(self, x_TD: Tensor, caches: StageCaches, batch: ChunkBatch) -> Tensor:
         """Each request continues from its read slot (-1: zeros) and leaves its write slot."""

@@ -8,10 +8,10 @@ the shard group follows the row-parallel one.
 from __future__ import annotations
 
 import torch
-from k3_kernels.reference.norm import rms_norm, situ
+from k3_kernels.api import DenseOps
 from k3_kernels.reference.precision import wide
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from k3.errors import ModelError
 from k3.model.spec import SituSpec
@@ -19,7 +19,7 @@ from k3.model.weights import Weights
 from k3.parallel.collectives import Collectives
 from k3.parallel.mesh import Shard
 
-__all__ = ["Embedding", "GatedMlp", "Head", "linear", "rms_norm", "situ", "torch_dtype", "wide"]
+__all__ = ["Embedding", "GatedMlp", "Head", "torch_dtype", "wide"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,21 +34,22 @@ def torch_dtype(name: str) -> torch.dtype:
 class GatedMlp:
     """down(situ(gate x, up x)); dense and shared-expert form. Returns a partial sum over the shard group."""
 
-    def __init__(self, weights: Weights, prefix: str, situ_spec: SituSpec, shard: Shard) -> None:
+    def __init__(
+        self, weights: Weights, prefix: str, situ: SituSpec, shard: Shard, ops: DenseOps
+    ) -> None:
         gate = weights.take(f"{prefix}gate_proj.weight", shard=shard)
         up = weights.take(f"{prefix}up_proj.weight", shard=shard)
-        self.gate_up = torch.cat((gate, up))  # [2F, D]
-        self.down = weights.take(f"{prefix}down_proj.weight", axis=1, shard=shard)
-        self.situ = situ_spec
+        self.gate_up = ops.projection(torch.cat((gate, up)))  # D -> 2F
+        self.down = ops.projection(weights.take(f"{prefix}down_proj.weight", axis=1, shard=shard))
+        self.situ, self.ops = situ, ops
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Partial output of this rank's inner width."""
-        return self.tail(linear(x_TD, self.gate_up))
+        return self.tail(self.gate_up(x_TD))
 
     def tail(self, gate_up_TF: Tensor) -> Tensor:
         """From the joint gate and up projection [T, 2F] on; callers may fuse that projection."""
-        gate, up = gate_up_TF.chunk(2, -1)
-        return linear(situ(gate, up, self.situ.beta, self.situ.linear_beta), self.down)
+        return self.down(self.ops.situ(gate_up_TF, self.situ.beta, self.situ.linear_beta))
 
 
 class Embedding:
@@ -72,12 +73,12 @@ class Embedding:
 class Head:
     """Hidden rows to logits over the whole vocabulary."""
 
-    def __init__(self, table_VD: Tensor, comm: Collectives) -> None:
+    def __init__(self, table_VD: Tensor, comm: Collectives, ops: DenseOps) -> None:
         """table_VD: this rank's rows of lm_head (or of the tied embedding)."""
-        self.table_VD = table_VD
+        self.projection = ops.projection(table_VD)
         self.comm = comm
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, vocab], wide dtype, equal on every rank of the shard group."""
-        logits = linear(hidden_TD, self.table_VD)
+        logits = self.projection(hidden_TD)
         return self.comm.all_gather(logits, -1).to(wide(logits.dtype))

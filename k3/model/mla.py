@@ -16,13 +16,12 @@ C latent width, K = C + R, V value dims, X = C or V, F ranks of the stage.
 from __future__ import annotations
 
 import torch
-from k3_kernels.api import AttentionOps
+from k3_kernels.api import Ops
 from k3_kernels.reference.mla import DecodePlan
 from torch import Tensor
 
 from k3.errors import ModelError
 from k3.model.batch import ChunkBatch, VerifyBatch
-from k3.model.layers import linear, rms_norm
 from k3.model.spec import LORA_NORM_EPS, K3Spec
 from k3.model.weights import Weights
 from k3.parallel.collectives import Groups
@@ -39,7 +38,7 @@ class Mla:
         spec: K3Spec,
         place: Place,
         groups: Groups,
-        ops: AttentionOps,
+        ops: Ops,
         weights: Weights,
         prefix: str,
         exchange: str = "value",
@@ -48,7 +47,7 @@ class Mla:
         if exchange not in EXCHANGES:
             raise ModelError(f"exchange={exchange!r}: expected one of {', '.join(EXCHANGES)}")
         self.spec = spec.mla
-        self.ops = ops
+        self.ops, self.dense = ops.attention, ops.dense
         self.context, self.shard, self.tp = groups.context, groups.shard, place.mesh.tp
         self.exchange = exchange
         self.gathers = exchange == "gather" and self.context.size > 1
@@ -61,13 +60,17 @@ class Mla:
         else:
             entries.append(weights.take(f"{prefix}q_a_proj.weight"))
             self.q_norm = weights.take(f"{prefix}q_a_layernorm.weight")
-            self.q_b = weights.take(f"{prefix}q_b_proj.weight", shard=query)
+            q_b = weights.take(f"{prefix}q_b_proj.weight", shard=query)
+            self.q_b = ops.dense.projection(q_b)
         if mla.output_gate:
             entries.append(weights.take(f"{prefix}g_proj.weight", shard=out))
         self.widths = tuple(entry.shape[0] for entry in entries)
-        self.entry = torch.cat(entries)  # one projection of the input: latent, query, gate
+        self.entry = ops.dense.projection(
+            torch.cat(entries)
+        )  # one projection of the input: latent, query, gate
         self.kv_norm = weights.take(f"{prefix}kv_a_layernorm.weight")
-        self.o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=out)
+        o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=out)
+        self.o_proj = ops.dense.projection(o_proj)
 
         kv_up = weights.take(f"{prefix}kv_b_proj.weight", shard=query)
         self.kv_up_HDC = kv_up.view(self.n_heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
@@ -78,17 +81,17 @@ class Mla:
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries [T, H, N + R], latent rows [T, K], gate [T, J * V] or None."""
-        latent, query, *gate = linear(x_TD, self.entry).split(self.widths, -1)
+        latent, query, *gate = self.entry(x_TD).split(self.widths, -1)
         rank = self.spec.kv_lora_rank
-        normed = rms_norm(latent[:, :rank], self.kv_norm, LORA_NORM_EPS)
+        normed = self.dense.rms_norm(latent[:, :rank], self.kv_norm, LORA_NORM_EPS)
         if self.spec.q_lora_rank is not None:
-            query = linear(rms_norm(query, self.q_norm, LORA_NORM_EPS), self.q_b)
+            query = self.q_b(self.dense.rms_norm(query, self.q_norm, LORA_NORM_EPS))
         query_THD = query.view(-1, self.n_heads, self.spec.query_dim)
         return query_THD, torch.cat((normed, latent[:, rank:]), -1), gate[0] if gate else None
 
     def _leave(self, o_TJV: Tensor, gate: Tensor | None) -> Tensor:
         o = o_TJV.flatten(1)
-        y = linear(o if gate is None else o * torch.sigmoid(gate), self.o_proj)
+        y = self.o_proj(o if gate is None else self.dense.gate(o, gate))
         return y if self.gathers else self.shard.all_reduce(y)
 
     def chunk(self, x_TD: Tensor, latents: Tensor, batch: ChunkBatch) -> Tensor:

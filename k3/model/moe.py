@@ -10,13 +10,13 @@ Letters: T tokens, D hidden size, E experts of this rank, Z expert width, F expe
 from __future__ import annotations
 
 import torch
-from k3_kernels.api import MoeOps
+from k3_kernels.api import Ops
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
 from k3_kernels.reference.mxfp4 import unpack
 from torch import Tensor
 
 from k3.errors import ModelError
-from k3.model.layers import GatedMlp, linear, rms_norm, wide
+from k3.model.layers import GatedMlp, wide
 from k3.model.names import expert_name
 from k3.model.spec import K3Spec
 from k3.model.weights import Weights
@@ -32,7 +32,7 @@ class Moe:
         spec: K3Spec,
         place: Place,
         comm: Collectives,
-        ops: MoeOps,
+        ops: Ops,
         weights: Weights,
         layer: int,
         moe_weights: str,
@@ -40,8 +40,8 @@ class Moe:
         """moe_weights: `dequant` (unpack MXFP4 once, now) or `packed` (unpack per use)."""
         moe = spec.moe
         self.spec, self.situ, self.eps = moe, spec.situ, spec.rms_norm_eps
-        self.ops, self.comm = ops, comm
-        ops.require(weights.dtype)
+        self.ops, self.dense, self.comm = ops.moe, ops.dense, comm
+        ops.moe.require(weights.dtype)
         prefix = f"model.layers.{layer}.block_sparse_moe."
         acc = wide(weights.dtype)
         self.gate = weights.take(f"{prefix}gate.weight", dtype=acc)
@@ -49,14 +49,15 @@ class Moe:
         self.rule = Routing(
             moe.top_k, moe.router, moe.renormalize, moe.scaling, moe.n_groups, moe.top_groups
         )
-        self.experts = load_experts(spec, place, weights, layer, moe_weights)
+        self.experts = ops.moe.prepare(load_experts(spec, place, weights, layer, moe_weights))
         self.shared = None
         if moe.n_shared:
             shared = f"{prefix}shared_experts."
-            self.shared = GatedMlp(weights, shared, spec.situ, place.shard)
+            self.shared = GatedMlp(weights, shared, spec.situ, place.shard, ops.dense)
         if moe.latent is not None:
-            self.down = weights.take(f"{prefix}routed_expert_down_proj.weight")
-            self.up = weights.take(f"{prefix}routed_expert_up_proj.weight")
+            down = weights.take(f"{prefix}routed_expert_down_proj.weight")
+            up = weights.take(f"{prefix}routed_expert_up_proj.weight")
+            self.down, self.up = ops.dense.projection(down), ops.dense.projection(up)
         if moe.latent_norm:
             self.norm = weights.take(f"{prefix}routed_expert_norm.weight")
 
@@ -67,16 +68,16 @@ class Moe:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D], complete on every rank of the shard group."""
         ids, weight = self.route(x_TD)
-        z = x_TD if self.spec.latent is None else linear(x_TD, self.down)
+        z = x_TD if self.spec.latent is None else self.down(x_TD)
         routed = self.ops.experts(
             z, ids, weight, self.experts, self.situ.beta, self.situ.linear_beta
         )
         routed, shared = self._summed(routed, self.shared(x_TD) if self.shared else None)
         y = routed.to(x_TD.dtype)
         if self.spec.latent_norm:
-            y = rms_norm(y, self.norm, self.eps)
+            y = self.dense.rms_norm(y, self.norm, self.eps)
         if self.spec.latent is not None:
-            y = linear(y, self.up)
+            y = self.up(y)
         return y if shared is None else y + shared.to(x_TD.dtype)
 
     def _summed(self, routed_TZ: Tensor, shared_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -226,6 +226,7 @@ def _draft_context(config: EngineConfig, stage: Stage) -> DraftContext | None:
         dtype=config.model.dtype,
         device=stage.device,
     )
+        ops=stage.ops.dense,
 
 
 def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
@@ -244,6 +245,7 @@ def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
         dtype=config.model.dtype,
         device=stage.device,
         confidence=speculation.is_by_confidence(config),
+        ops=stage.ops.dense,
     )
 
 

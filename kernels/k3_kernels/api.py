@@ -8,17 +8,22 @@ refused here with the remedy; nothing falls back silently.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from k3_kernels.cpu import library
-from k3_kernels.reference import attnres, conv, kda, message, mla, moe, replay
+from k3_kernels.reference import attnres, conv, kda, message, mla, moe, norm, replay
 from k3_kernels.reference.group import GroupCache, GroupRule
 from k3_kernels.reference.group import verify as verify_group
 from k3_kernels.reference.moe import ExpertWeights, Routing
+
+Projection = Callable[[Tensor], Tensor]
 
 
 class BackendError(ValueError):
@@ -32,6 +37,30 @@ class Backends:
     attention: str = "auto"
     kda: str = "auto"
     moe: str = "auto"
+
+
+class DenseOps(Protocol):
+    """What surrounds the other groups: projections, norms and activations. Rules: `k3_kernels.reference.norm`."""
+
+    def projection(self, weight_OI: Tensor) -> Projection:
+        """At load: x [.., I] -> x weight^T [.., O], in the weight's dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last axis; in x's dtype."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm(x) weight sigmoid(gate), in the gate's dtype."""
+        ...
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x sigmoid(gate)."""
+        ...
+
+    def situ(self, gate_up_TF: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+        """SiTU of a joint gate and up projection [T, 2F]: [T, F]."""
+        ...
 
 
 class AttentionOps(Protocol):
@@ -114,6 +143,10 @@ class KdaOps(Protocol):
         rule: GroupRule,
         cache: GroupCache,
         slots_B: Tensor,
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """At load: the form that `experts` of this backend reads."""
+        ...
+
         read_column_B: Tensor,
     ) -> Tensor:
         """Verify groups from convolution inputs, raw gate and raw beta to o [B, G, H, D]: `reference.group.verify`."""
@@ -145,6 +178,26 @@ class MoeOps(Protocol):
         weights: ExpertWeights,
         beta: float,
         linear_beta: float | None,
+class ReferenceDense:
+    """Torch reference; any device, any float dtype."""
+
+    rms_norm = staticmethod(norm.rms_norm)
+    gated_rms_norm = staticmethod(norm.gated_rms_norm)
+
+    def projection(self, weight_OI: Tensor) -> Projection:
+        """Torch's own product."""
+        return partial(linear, weight=weight_OI)
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """In x's dtype throughout."""
+        return x * torch.sigmoid(gate)
+
+    def situ(self, gate_up_TF: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+        """Halves, then `reference.norm.situ`."""
+        gate, up = gate_up_TF.chunk(2, -1)
+        return norm.situ(gate, up, beta, linear_beta)
+
+
     ) -> Tensor:
         """Weighted sum of the experts held here."""
         ...
@@ -190,6 +243,10 @@ class ReferenceKda:
         beta_BGH: Tensor,
         states: Tensor,
         slots_B: Tensor,
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """As they are."""
+        return weights
+
         read_column_B: Tensor,
         columns: int,
         records: Tensor | None = None,
@@ -201,6 +258,7 @@ class ReferenceKda:
         assert columns == 1, f"columns={columns}: a slot with records holds one state"
         return replay.verify(*tokens, states, records, slots_B, read_column_B)
 
+    dense: DenseOps
 
 class ReferenceMoe:
     """Torch reference: tokens grouped by expert."""
@@ -266,6 +324,11 @@ def _moe(name: str, device: torch.device) -> tuple[str, MoeOps]:
 
         return cuda_moe(name, device)
     return _choose("moe", name, device), ReferenceMoe()
+def _dense(kda_name: str) -> DenseOps:
+    """Like mixing, by the same kernels as KDA."""
+    return ReferenceDense()
+
+
 
 
 def _mix(kda_name: str) -> MixOp:
@@ -278,7 +341,9 @@ def _mix(kda_name: str) -> MixOp:
         return NativeMix()
     from k3_kernels.triton.attnres import mix
 
+    chosen = Backends(attention_name, kda_name, moe_name)
     return mix
+        dense=_dense(kda_name),
 
 
 def select(backends: Backends, device: torch.device) -> Ops:
@@ -298,6 +363,6 @@ def _select(backends: Backends, device: torch.device) -> Ops:
         kda=kda_ops,
         moe=moe_ops,
         mix=_mix(kda_name),
-        chosen=Backends(attention_name, kda_name, moe_name),
+        chosen=chosen,
         capturable=attention_name in CAPTURABLE and kda_name == moe_name == "triton",
     )

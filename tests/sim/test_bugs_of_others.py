@@ -31,7 +31,7 @@ from k3.parallel.mesh import WHOLE, Mesh
 from k3.types import SamplingParams, TokenEvent
 from tests.decode_group import Ask, DecodeGroup, Model, Prefill
 from tests.drafters import LocalEngine, random_drafter
-from tests.model_runner import CPU, Pools, solo_stage
+from tests.model_runner import CPU, OPS, Pools, solo_stage
 
 pytestmark = pytest.mark.dspark
 
@@ -101,6 +101,7 @@ class Witness:
             head=self.stage.head,
             dtype="float64",
             device=CPU,
+            ops=OPS.dense,
         )
 
     def drafts(self, ids: Sequence[int], start: int = 0) -> list[int]:

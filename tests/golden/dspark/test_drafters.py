@@ -23,6 +23,7 @@ from k3.model.weights import MemorySource
 from k3.parallel.collectives import SoloCollectives
 from k3.parallel.mesh import WHOLE
 from tests.compare import assert_close
+from tests.model_runner import OPS
 
 pytestmark = pytest.mark.dspark
 
@@ -75,6 +76,7 @@ class Recorded:
             draft_tokens=7,
             embed=lambda ids: embedding(ids, weights["embed_tokens.weight"]),
             head=lambda h: linear(h, weights["lm_head.weight"]),
+            ops=OPS.dense,
             confidence=True,
         )
         loaded.finish()

@@ -16,6 +16,7 @@ from k3.model.dspark_spec import DraftSpec, GqaDraft, MlaDraft, ring_places
 from k3.model.spec import K3Spec
 from k3.model.weights import MemorySource
 from k3.parallel.mesh import WHOLE
+from tests.model_runner import OPS
 
 pytestmark = pytest.mark.dspark
 
@@ -136,7 +137,11 @@ def test_copies_of_the_targets_tables_are_ignored_and_anything_else_unknown_is_a
 
 def test_prefill_loads_only_what_makes_context_rows():
     context = open_context(
-        EMBEDDED_MODEL / "draft-gqa", WHOLE, dtype="float32", device=torch.device("cpu")
+        EMBEDDED_MODEL / "draft-gqa",
+        WHOLE,
+        dtype="float32",
+        device=torch.device("cpu"),
+        ops=OPS.dense,
     )
     rows = context(torch.zeros(3, 5, 256), torch.arange(3))
     assert rows.shape == (3, 4, 2, 2, 32)

@@ -225,7 +225,7 @@ def test_draft_rows_do_not_depend_on_how_the_prompt_is_cut(
         K3Spec.from_folder(GOLDEN), open_folder(GOLDEN), ops, dtype="float64", taps=spec.taps
     )
     layout = build_layout(stage.spec, Mesh(), 0, page_tokens=P, dtype="float64", draft=spec)
-    context = open_context(folder, WHOLE, dtype="float64", device=cpu)
+    context = open_context(folder, WHOLE, dtype="float64", device=cpu, ops=ops.dense)
     ids = [int(i) for i in cases["case0.input_ids"].flatten()]
     pages = tuple(range(9, 9 - -(-len(ids) // P), -1))
     found: list[Tensor] = []

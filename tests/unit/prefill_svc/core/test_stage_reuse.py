@@ -84,7 +84,7 @@ class Rig:
         draft = DraftSpec.from_folder(drafter)
         layout = build_layout(stage.spec, SOLO.mesh, 0, page_tokens=P, dtype="float64", draft=draft)
         self.storage = Storage(layout, N_PAGES, n_slots, CPU, fill_nan=True)
-        context = open_context(drafter, SOLO.shard, dtype="float64", device=CPU)
+        context = open_context(drafter, SOLO.shard, dtype="float64", device=CPU, ops=OPS.dense)
         self.stage = ChunkStage(stage, self.storage, P, context)
 
     def compute(self, prompts: list[tuple[int, ...]]) -> list[Computed]:

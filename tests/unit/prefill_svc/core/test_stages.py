@@ -136,7 +136,7 @@ def run(mesh: Mesh, drafter: Path, harm: Harm | None = None) -> Ran:
         storage = Storage(layout, N_PAGES, N_SLOTS, CPU, fill_nan=True)
         context = None
         if place.is_last:
-            context = open_context(drafter, place.shard, dtype="float64", device=CPU)
+            context = open_context(drafter, place.shard, dtype="float64", device=CPU, ops=OPS.dense)
         runner = ChunkStage(stage, storage, P, context)
         return storage, [
             runner.run(step_id, chunks, lambda: None) for step_id, chunks in enumerate(steps, 1)
