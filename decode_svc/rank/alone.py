@@ -124,8 +124,8 @@ class Alone:
                 head=head,
                 dtype=config.model.dtype,
                 device=self._device,
-                confidence=speculation.is_by_confidence(config),
                 ops=self._stage.ops.dense,
+                confidence=speculation.is_by_confidence(config),
             )
             places = speculation.places(config, spec)
             self._ring = DraftRing(self._storage.draft, places, config.spec.draft_window)

@@ -225,8 +225,8 @@ def _draft_context(config: EngineConfig, stage: Stage) -> DraftContext | None:
         stage.place.shard,
         dtype=config.model.dtype,
         device=stage.device,
-    )
         ops=stage.ops.dense,
+    )
 
 
 def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
@@ -244,8 +244,8 @@ def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
         head=stage.head,
         dtype=config.model.dtype,
         device=stage.device,
-        confidence=speculation.is_by_confidence(config),
         ops=stage.ops.dense,
+        confidence=speculation.is_by_confidence(config),
     )
 
 

@@ -143,10 +143,6 @@ class KdaOps(Protocol):
         rule: GroupRule,
         cache: GroupCache,
         slots_B: Tensor,
-    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """At load: the form that `experts` of this backend reads."""
-        ...
-
         read_column_B: Tensor,
     ) -> Tensor:
         """Verify groups from convolution inputs, raw gate and raw beta to o [B, G, H, D]: `reference.group.verify`."""
@@ -159,6 +155,10 @@ class KdaOps(Protocol):
 
 class MoeOps(Protocol):
     """Expert choice and experts. Shapes and rules: `k3_kernels.reference.moe`."""
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """At load: the form that `experts` of this backend reads."""
+        ...
 
     def require(self, dtype: torch.dtype) -> None:
         """At load. Raises BackendError when experts of this activation dtype cannot be computed."""
@@ -178,6 +178,19 @@ class MoeOps(Protocol):
         weights: ExpertWeights,
         beta: float,
         linear_beta: float | None,
+    ) -> Tensor:
+        """Weighted sum of the experts held here."""
+        ...
+
+
+class MixOp(Protocol):
+    """The attention-residual mixing site. Rules: `k3_kernels.reference.attnres`."""
+
+    def __call__(self, candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """Softmax mixture of the candidates."""
+        ...
+
+
 class ReferenceDense:
     """Torch reference; any device, any float dtype."""
 
@@ -196,19 +209,6 @@ class ReferenceDense:
         """Halves, then `reference.norm.situ`."""
         gate, up = gate_up_TF.chunk(2, -1)
         return norm.situ(gate, up, beta, linear_beta)
-
-
-    ) -> Tensor:
-        """Weighted sum of the experts held here."""
-        ...
-
-
-class MixOp(Protocol):
-    """The attention-residual mixing site. Rules: `k3_kernels.reference.attnres`."""
-
-    def __call__(self, candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """Softmax mixture of the candidates."""
-        ...
 
 
 class ReferenceAttention:
@@ -243,10 +243,6 @@ class ReferenceKda:
         beta_BGH: Tensor,
         states: Tensor,
         slots_B: Tensor,
-    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """As they are."""
-        return weights
-
         read_column_B: Tensor,
         columns: int,
         records: Tensor | None = None,
@@ -258,10 +254,13 @@ class ReferenceKda:
         assert columns == 1, f"columns={columns}: a slot with records holds one state"
         return replay.verify(*tokens, states, records, slots_B, read_column_B)
 
-    dense: DenseOps
 
 class ReferenceMoe:
     """Torch reference: tokens grouped by expert."""
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """As they are."""
+        return weights
 
     route = staticmethod(moe.route)
     experts = staticmethod(moe.experts)
@@ -274,6 +273,7 @@ class ReferenceMoe:
 class Ops:
     """Everything chosen, by concrete name in `chosen`."""
 
+    dense: DenseOps
     attention: AttentionOps
     kda: KdaOps
     moe: MoeOps
@@ -324,11 +324,6 @@ def _moe(name: str, device: torch.device) -> tuple[str, MoeOps]:
 
         return cuda_moe(name, device)
     return _choose("moe", name, device), ReferenceMoe()
-def _dense(kda_name: str) -> DenseOps:
-    """Like mixing, by the same kernels as KDA."""
-    return ReferenceDense()
-
-
 
 
 def _mix(kda_name: str) -> MixOp:
@@ -341,9 +336,12 @@ def _mix(kda_name: str) -> MixOp:
         return NativeMix()
     from k3_kernels.triton.attnres import mix
 
-    chosen = Backends(attention_name, kda_name, moe_name)
     return mix
-        dense=_dense(kda_name),
+
+
+def _dense(kda_name: str) -> DenseOps:
+    """Like mixing, by the same kernels as KDA."""
+    return ReferenceDense()
 
 
 def select(backends: Backends, device: torch.device) -> Ops:
@@ -358,7 +356,9 @@ def _select(backends: Backends, device: torch.device) -> Ops:
     attention_name, attention = _attention(backends.attention, device)
     kda_name, kda_ops = _kda(backends.kda, device)
     moe_name, moe_ops = _moe(backends.moe, device)
+    chosen = Backends(attention_name, kda_name, moe_name)
     return Ops(
+        dense=_dense(kda_name),
         attention=attention,
         kda=kda_ops,
         moe=moe_ops,
