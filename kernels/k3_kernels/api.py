@@ -341,7 +341,11 @@ def _mix(kda_name: str) -> MixOp:
 
 def _dense(kda_name: str) -> DenseOps:
     """Like mixing, by the same kernels as KDA."""
-    return ReferenceDense()
+    if kda_name != "triton":
+        return ReferenceDense()
+    from k3_kernels.triton.dense_ops import TritonDense
+
+    return TritonDense()
 
 
 def select(backends: Backends, device: torch.device) -> Ops:

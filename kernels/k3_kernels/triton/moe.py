@@ -93,16 +93,14 @@ def _product(
 
 
 @triton.jit
-def _tanh(x):
-    """Small arguments by series: 1 - exp(-2x) has lost their digits."""
+def soft_clip(x, limit):
+    """limit tanh(x / limit). Small arguments by series: 1 - exp(-2x) has lost their digits."""
+    x = x / limit
     e = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
     square = x * x
-    return tl.where(
-        tl.abs(x) < 0.05,
-        x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0))),
-        tl.where(x < 0.0, -y, y),
-    )
+    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    return tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0.0, -y, y)) * limit
 
 
 @triton.jit
@@ -185,8 +183,8 @@ def _inner(
         gate, up = tl.split(tl.permute(inner, [0, 2, 1]))
         gate, up = gate.to(tl.float32), up.to(tl.float32)
         if CLIPPED:
-            up = _tanh(up / linear_beta) * linear_beta
-        active = _tanh(gate / beta) * beta * tl.sigmoid(gate) * up
+            up = soft_clip(up, linear_beta)
+        active = soft_clip(gate, beta) * tl.sigmoid(gate) * up
         f = block * (ROWS // 2) + tl.arange(0, ROWS // 2)
         at = active_ptr + pair[:, None] * f_width + f[None, :]
         tl.store(at, tl.trans(active.to(dtype)), mask=here[:, None] & (f < f_width)[None, :])
