@@ -47,5 +47,6 @@ def test_activations_equal_the_reference(tokens: int, width: int) -> None:
     x, gate = columns(tokens, width), columns(tokens, width)
     assert_close(norm.gate(x, gate), x * torch.sigmoid(gate), 0.04, "gated")
     joint = columns(tokens, 2 * width)
-    expected = reference.situ(*joint.chunk(2, -1), 4.0, 25.0)
+    first, second = joint.chunk(2, -1)
+    expected = reference.situ(first, second, 4.0, 25.0)
     assert_close(norm.situ(joint, 4.0, 25.0), expected, 0.07, "situ")

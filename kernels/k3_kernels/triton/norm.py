@@ -117,15 +117,15 @@ def _gate(x_ptr, gate_ptr, y_ptr, x_row, gate_row, width, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * width + channel, (x.to(tl.float32) * gate).to(dtype), mask=inside)
 
 
-def gate(x_TX: Tensor, gate_TX: Tensor) -> Tensor:
-    """x sigmoid(gate), both rounded to x's dtype as torch does. Rows of either may be strided."""
-    n_rows, width = x_TX.shape
-    assert x_TX.stride(1) == gate_TX.stride(1) == 1, f"{x_TX.stride()}, gate {gate_TX.stride()}"
-    y = torch.empty(n_rows, width, dtype=x_TX.dtype, device=x_TX.device)
+def gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x sigmoid(gate) of [T, X], both rounded to x's dtype as torch does. Rows of either may be strided."""
+    n_rows, width = x.shape
+    assert x.stride(1) == gate.stride(1) == 1, f"{x.stride()}, gate {gate.stride()}"
+    y = torch.empty(n_rows, width, dtype=x.dtype, device=x.device)
     block = min(TILE, triton.next_power_of_2(width))
     if n_rows:
         grid = (n_rows, triton.cdiv(width, block))
-        _gate[grid](x_TX, gate_TX, y, x_TX.stride(0), gate_TX.stride(0), width, BLOCK=block)
+        _gate[grid](x, gate, y, x.stride(0), gate.stride(0), width, BLOCK=block)
     return y
 
 

@@ -64,13 +64,15 @@ def test_situ_equals_the_reference(
     rows: int, width: int, linear_beta: float | None, dtype: torch.dtype, atol: float
 ) -> None:
     x = view(rows, 2 * width, dtype=dtype, seed=8)
-    expected = reference.situ(*x.chunk(2, -1), 4.0, linear_beta)
+    gate, up = x.chunk(2, -1)
+    expected = reference.situ(gate, up, 4.0, linear_beta)
     assert_close(norm.situ(x, 4.0, linear_beta), expected, 2 * atol, "situ")
 
 
 def test_a_small_input_of_situ_keeps_its_digits() -> None:
     """Relative to the result: cancellation would show here and nowhere else."""
     x = torch.logspace(-15, 1, 63).repeat(2).view(1, -1)
-    expected = reference.situ(*x.double().chunk(2, -1), 4.0, 25.0)
+    gate, up = x.double().chunk(2, -1)
+    expected = reference.situ(gate, up, 4.0, 25.0)
     relative = norm.situ(x, 4.0, 25.0) / expected - 1
     assert_close(relative, torch.zeros(1, 63), 3e-6, "relative difference")
