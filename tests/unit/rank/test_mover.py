@@ -5,43 +5,13 @@ from __future__ import annotations
 import pytest
 
 from k3.config.tree import TransferConfig
-from k3.transfer.local import Fate, LocalFabric
+from k3.transfer.local import Fate
 from k3.transfer.outgoing import RAISED_QUIET_S
 from k3.transfer.record import Kind, Record
 from k3.v1 import plan_pb2, prefill_pb2
-from tests.movers import PEER, Net, Reached, geometry
+from tests.mover_script import ID, LEN, PAGES, TARGETS, Script, running
+from tests.movers import Net, Reached
 from tests.resharding import sharding
-
-LEN = 33  # 9 pages of 4 tokens, the last one with a single token
-PAGES = [8, 1, 0, 3, 4, 2, 6, 7, 5]
-TARGETS = [3, 4, 1, 8, 2, 0, 7, 5, 6]  # a rank reads as many as it owns
-ID = 0xFEED
-
-
-class Script(LocalFabric):
-    """Fates from a list, then `rest` for ever."""
-
-    def __init__(self, *fates: Fate, rest: Fate | None = None) -> None:
-        super().__init__(lambda: 0.0)
-        self.fates = list(fates)
-        self.rest = rest or Fate()
-        self.n_posted = 0
-        self.fate = lambda _sender, _receiver: self._next()
-
-    def _next(self) -> Fate:
-        self.n_posted += 1
-        return self.fates.pop(0) if self.fates else self.rest
-
-
-def running(net: Net, transfer_id: int = ID, **copy: object) -> Net:
-    """A connected net with one transfer whose pages are all asked for."""
-    net.fill(LEN, PAGES, TARGETS)
-    net.connect()
-    net.expect(transfer_id, LEN)
-    net.start(transfer_id, LEN, TARGETS)
-    fields = {"first_page": 0, "pages": PAGES, "last": True, "state_slot": 2, "tokens": LEN}
-    net.copy(transfer_id, **(fields | copy))
-    return net
 
 
 @pytest.mark.parametrize(
@@ -199,117 +169,6 @@ def test_a_stalled_write_fails_its_transfer_and_then_costs_the_agent():
     net.assert_unchanged(before)
 
 
-def test_after_a_rebuild_the_peer_must_be_connected_again():
-    net = Net()
-    net.connect()
-    net.out[0].tell(rebuild=plan_pb2.RebuildAgent())
-    net.start(ID, LEN, TARGETS)
-    net.run(0.05)
-    (failed,) = net.out[0].heard("failed")
-    assert failed.peer_lost
-    net.connect()
-    running(net, 2)
-    net.until(lambda: all(node.heard("arrived") for node in net.into))
-    net.assert_received()
-
-
-def test_a_dead_receiver_fails_every_transfer_of_its_instance():
-    fabric = Script(rest=Fate(delay_s=0.5))
-    net = running(Net(fabric=fabric))
-    net.start(2, LEN, TARGETS, slot=2)
-    net.run(0.05)
-    fabric.kill(net.into[1].endpoint.agent_name)
-    net.until(lambda: len(net.out[0].heard("quiet")) == 2)
-    failed = net.out[0].heard("failed")
-    assert {(f.transfer_id, f.reason, f.peer_lost) for f in failed} == {
-        (ID, "peer_lost", True),
-        (2, "peer_lost", True),
-    }
-
-
-def test_an_instance_that_comes_back_with_new_agents_is_connected_anew():
-    fabric = Script()
-    net = Net(fabric=fabric)
-    net.connect()
-    for node in net.into:
-        node.tell(rebuild=plan_pb2.RebuildAgent())
-    net.turn()
-    running(net)
-    net.until(lambda: all(node.heard("arrived") for node in net.into))
-    net.assert_received()
-
-
-def test_a_peer_that_cannot_be_reached_is_reported():
-    fabric = Script()
-    net = Net(fabric=fabric)
-    fabric.kill(net.into[0].endpoint.agent_name)
-    net.connect()
-    (answer,) = net.out[0].heard("peer_connected")
-    assert "gone" in answer.error
-
-
-def test_a_stranger_cannot_take_the_agents_of_a_connected_peer():
-    net = running(Net())
-    net.connect("stranger")
-    assert all(PEER in node.heard("peer_connected")[-1].error for node in net.out)
-    net.until(lambda: all(node.heard("arrived") for node in net.into))
-    net.assert_received()
-
-
-def test_agents_of_a_lost_peer_are_connected_again_once_it_is_forgotten():
-    net = running(Net(fabric=Script(rest=Fate(delay_s=0.5))))
-    net.run(0.05)
-    for node in net.out:
-        node.tell(drop_peer=plan_pb2.DropPeer(peer_id=PEER))
-    net.turn()
-    net.connect("again")
-    assert all(node.heard("peer_connected")[-1].error == "" for node in net.out)
-    assert all(node.heard("quiet") for node in net.out)
-
-
-def test_a_geometry_that_does_not_fit_is_reported():
-    net = Net(decode=sharding(3, cp=2))
-    net.decode = sharding(3)
-    net.connect()
-    (answer,) = net.out[0].heard("peer_connected")
-    assert "announced ranks [0, 1]" in answer.error
-
-
-@pytest.mark.parametrize(
-    ("pages", "slot", "text"),
-    [
-        (TARGETS[:4], 1, "4 pages for rank 0: the prompt needs 5"),
-        ([3, 4, 1, 8, 9], 1, "page 9 for rank 0: the peer has 9"),
-        (TARGETS, 3, "state_slot=3: the peer has 3"),
-    ],
-)
-def test_a_destination_outside_the_peer_is_refused(pages, slot, text):
-    net = Net()
-    net.connect()
-    net.start(ID, LEN, pages, slot=slot)
-    net.run(0.02)
-    (failed,) = net.out[0].heard("failed")
-    assert failed.reason == "refused"
-    assert text in failed.message
-    assert net.out[0].heard("quiet")
-
-
-def test_an_unknown_peer_is_lost():
-    net = Net()
-    net.start(ID, LEN, TARGETS)
-    net.run(0.02)
-    (failed,) = net.out[0].heard("failed")
-    assert failed.peer_lost
-
-
-def test_a_dropped_peer_fails_its_transfers():
-    net = running(Net(fabric=Script(rest=Fate(delay_s=0.2))))
-    net.run(0.05)
-    net.out[0].tell(drop_peer=plan_pb2.DropPeer(peer_id=PEER))
-    net.until(lambda: bool(net.out[0].heard("quiet")))
-    assert net.out[0].heard("failed")[0].peer_lost
-
-
 def test_a_failed_write_is_posted_again_with_the_same_number():
     net = running(Net(fabric=Script(Fate(fails=True), Fate(fails=True))))
     net.until(lambda: all(node.heard("arrived") for node in net.into))
@@ -408,22 +267,6 @@ def test_a_heartbeat_comes_every_second_and_counts_zombies():
     beats = net.out[0].heard("heartbeat")
     assert len(beats) == 2
     assert beats[-1].zombie_handles == 3
-
-
-def test_a_peer_dropped_before_its_connection_is_made_is_not_connected():
-    net = Net()
-    ranks = [node.endpoint for node in net.into]
-    for n in range(300):  # more than a mover keeps
-        connect = plan_pb2.ConnectPeer(
-            peer_id=f"{PEER}#{n}", geometry=geometry(net.decode), ranks=ranks
-        )
-        for node in net.out:
-            node.tell(connect_peer=connect)
-            node.tell(drop_peer=plan_pb2.DropPeer(peer_id=f"{PEER}#{n}"))
-        net.turn()
-    net.connect()
-    assert all(node.heard("peer_connected")[-1].error == "" for node in net.out)
-    assert all(node.heard("peer_connected")[-1].peer_id == PEER for node in net.out)
 
 
 def test_a_write_to_gpu_memory_that_raised_keeps_the_transfer_from_being_complete_at_once():
