@@ -147,7 +147,6 @@ def _serve(
         records=speculation.records(config),
         draft=draft,
         draft_places=draft_places,
-        keeps_context=speculation.keeps_context(config),
     )
     storage = Storage(
         layout,
