@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from k3_kernels.api import Ops
-from k3_kernels.reference.group import GroupCache, GroupRule, split_heads
+from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule
 from torch import Tensor
 
 from k3.model.batch import ChunkBatch, StageCaches, VerifyBatch
@@ -88,41 +88,33 @@ class Kda:
     def chunk(self, x_TD: Tensor, caches: StageCaches, batch: ChunkBatch) -> Tensor:
         """Each request continues from its read slot (-1: zeros) and leaves its write slot."""
         u, gate, raw, beta = self._enter(x_TD)
-        rule = self.rule
-        g = self.ops.gate(raw.to(rule.bias_HD.dtype) + rule.bias_HD, rule.decay_H, rule.lower_bound)
-        beta = torch.sigmoid(beta.to(g.dtype))
-        states, windows = caches.states[self.layer], caches.windows[self.layer]
-        outputs: list[Tensor] = []
-        for r, (read, write) in enumerate(zip(batch.read_slots, batch.write_slots, strict=True)):
-            at = slice(batch.cu_lens[r], batch.cu_lens[r + 1])
-            window, state = windows[read], states[read * caches.columns]
-            if read < 0:
-                window, state = torch.zeros_like(window), torch.zeros_like(state)
-            y, window = self.ops.conv_chunk(u[at], rule.conv_HSDw, window)
-            q, k, v = split_heads(y, rule.eps)
-            o, state = self.ops.chunk(q, k, v, g[at], beta[at], state.to(q.dtype))
-            windows[write] = window.to(windows.dtype)
-            states[write * caches.columns] = state.to(states.dtype)
-            outputs.append(o)
-        return self._leave(torch.cat(outputs), gate)
+        ends = zip(batch.cu_lens, batch.cu_lens[1:], strict=False)
+        slots = zip(batch.read_slots, batch.write_slots, strict=True)
+        spans = [ChunkSpan(*end, *slot) for end, slot in zip(ends, slots, strict=True)]
+        return self._leave(
+            self.ops.chunks(u, raw, beta, self.rule, self._cache(caches), spans), gate
+        )
 
     def verify(self, x_TD: Tensor, caches: StageCaches, batch: VerifyBatch) -> Tensor:
         """One group per row from its read column; what every token of it may leave behind stays until the next."""
         u, gate, raw, beta = self._enter(x_TD)
-        rows, layer = (-1, batch.group), self.layer
+        rows = (-1, batch.group)
         o = self.ops.group(
             u.unflatten(0, rows),
             raw.unflatten(0, rows),
             beta.unflatten(0, rows),
             self.rule,
-            GroupCache(
-                caches.states[layer],
-                caches.windows[layer],
-                caches.tails[layer],
-                caches.columns,
-                caches.records.get(layer),
-            ),
+            self._cache(caches),
             batch.state_slots_B,
             batch.read_column_B,
         )
         return self._leave(o.flatten(0, 1), gate)
+
+    def _cache(self, caches: StageCaches) -> GroupCache:
+        return GroupCache(
+            caches.states[self.layer],
+            caches.windows[self.layer],
+            caches.tails[self.layer],
+            caches.columns,
+            caches.records.get(self.layer),
+        )

@@ -8,7 +8,7 @@ refused here with the remedy; nothing falls back silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from k3_kernels.cpu import library
 from k3_kernels.reference import attnres, conv, kda, message, mla, moe, norm, replay
-from k3_kernels.reference.group import GroupCache, GroupRule
+from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule, chunks
 from k3_kernels.reference.group import verify as verify_group
 from k3_kernels.reference.moe import ExpertWeights, Routing
 
@@ -108,31 +108,18 @@ class AttentionOps(Protocol):
 
 
 class KdaOps(Protocol):
-    """Short convolution, gate and delta-rule recurrence. Shapes: `reference.conv`, `reference.kda`, `reference.group`.
+    """A KDA layer between its projections: convolution, normalisation, gate, delta rule. Shapes: `reference.group`."""
 
-    Chunks go through their parts; a verify group is one operation, which backends fuse.
-    """
-
-    def conv_chunk(
-        self, u_THSD: Tensor, weight_HSDw: Tensor, window_HSDX: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """One request's chunk: y and the next window."""
-        ...
-
-    def gate(self, raw_THD: Tensor, decay_H: Tensor, lower_bound: float | None) -> Tensor:
-        """Log decay per channel."""
-        ...
-
-    def chunk(
+    def chunks(
         self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        g_THD: Tensor,
+        u_THSD: Tensor,
+        raw_THD: Tensor,
         beta_TH: Tensor,
-        state_HVK: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """One request's chunk: o and the final state."""
+        rule: GroupRule,
+        cache: GroupCache,
+        spans: Sequence[ChunkSpan],
+    ) -> Tensor:
+        """Prefill chunks of several requests to o [T, H, D]: `reference.group.chunks`."""
         ...
 
     def group(
@@ -225,10 +212,8 @@ class ReferenceAttention:
 class ReferenceKda:
     """Torch reference: tiles for chunks, token by token for verify."""
 
-    conv_chunk = staticmethod(conv.chunk)
     conv_verify = staticmethod(conv.verify)
-    gate = staticmethod(kda.gate)
-    chunk = staticmethod(kda.chunk)
+    chunks = staticmethod(chunks)
     group = staticmethod(verify_group)
 
     def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
@@ -315,7 +300,12 @@ def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
         from k3_kernels.backends.choice import cuda_kda
 
         return cuda_kda(name)
-    return _choose("kda", name, device), ReferenceKda()
+    name = _choose("kda", name, device)
+    if name == "native":
+        from k3_kernels.cpu.ops import NativeKda
+
+        return name, NativeKda()
+    return name, ReferenceKda()
 
 
 def _moe(name: str, device: torch.device) -> tuple[str, MoeOps]:

@@ -19,6 +19,7 @@ ABI = 1  # K3_ABI of src/abi.h
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
+    "k3_kda_chunk": "pipipipppdidpppppiiiiii",
     "k3_mix": "piippiiid",
     "k3_rms_norm": "pippiid",
 }

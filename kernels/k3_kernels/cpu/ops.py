@@ -5,10 +5,13 @@ The library computes in float32 and float64. Tensors of another dtype (a bfloat1
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from k3_kernels.cpu.calls import DTYPES, pair, rows
+from k3_kernels.cpu.chunk_ops import NativeChunks
 from k3_kernels.reference import attnres
+from k3_kernels.reference.group import verify
 
 MOST_CANDIDATES = 64  # of a mixing site, in src/mix.cpp
 
@@ -33,3 +36,12 @@ class NativeMix:
             *(n_tokens, n_candidates, width, eps),
         )
         return y
+
+
+class NativeKda(NativeChunks):
+    """`reference.group`."""
+
+    group = staticmethod(verify)
+
+    def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
+        """Everything can be computed."""

@@ -1,13 +1,17 @@
-"""A KDA layer between its projections, for verify groups: convolution, normalisation, gate, recurrence.
+"""A KDA layer between its projections: convolution, normalisation, gate, recurrence.
 
-The operation a backend fuses. `verify` here composes the references of its parts and is what kernels are held against.
+The two operations a backend fuses: `chunks` for prefill, `verify` for verify groups. Both compose the references of
+their parts and are what kernels are held against.
 
-Letters: B rows, G group tokens, H heads, S sections (q, k, v), D head dim, w convolution width, N records of a slot.
+Letters: T tokens, B rows, G group tokens, H heads, S sections (q, k, v), D head dim, w convolution width,
+N records of a slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +53,48 @@ def split_heads(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Convolved [..., H, S, D] -> q (normalised, scaled by D^-1/2), k (normalised), v."""
     qk = kda.l2_normalize(y[..., :2, :], eps)
     return qk[..., 0, :] * constant(y.shape[-1] ** -0.5, y), qk[..., 1, :], y[..., 2, :]
+
+
+class ChunkSpan(NamedTuple):
+    """One request's tokens `lo .. hi - 1` of a batch: from the state in slot `read` (-1: zeros) to slot `write`."""
+
+    lo: int
+    hi: int
+    read: int
+    write: int
+
+
+Delta = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def chunks(
+    u_THSD: Tensor,
+    raw_THD: Tensor,
+    beta_TH: Tensor,
+    rule: GroupRule,
+    cache: GroupCache,
+    spans: Sequence[ChunkSpan],
+    delta: Delta = kda.chunk,
+) -> Tensor:
+    """Chunks that cover all T tokens in order. Returns o [T, H, D], wide; fills the windows and states written to.
+
+    u: convolution inputs. raw: decay gate before the bias. beta: before the sigmoid.
+    delta: the delta rule over one request's q, k, v, g, beta and state, `kda.chunk`.
+    """
+    g = kda.gate(raw_THD.to(rule.bias_HD.dtype) + rule.bias_HD, rule.decay_H, rule.lower_bound)
+    beta = torch.sigmoid(beta_TH.to(g.dtype))
+    outputs: list[Tensor] = []
+    for lo, hi, read, write in spans:
+        window, state = cache.windows[read], cache.states[read * cache.columns]
+        if read < 0:
+            window, state = torch.zeros_like(window), torch.zeros_like(state)
+        y, window = conv.chunk(u_THSD[lo:hi], rule.conv_HSDw, window)
+        q, k, v = split_heads(y, rule.eps)
+        o, state = delta(q, k, v, g[lo:hi], beta[lo:hi], state.to(q.dtype))
+        cache.windows[write] = window.to(cache.windows.dtype)
+        cache.states[write * cache.columns] = state.to(cache.states.dtype)
+        outputs.append(o)
+    return torch.cat(outputs)
 
 
 def verify(

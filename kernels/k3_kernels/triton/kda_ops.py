@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from k3_kernels.api import BackendError
-from k3_kernels.reference import conv, kda
-from k3_kernels.reference.group import GroupCache, GroupRule
+from k3_kernels.reference.group import GroupCache, GroupRule, chunks
 from k3_kernels.triton import kda_decode, kda_verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,9 +16,7 @@ LARGEST_GROUP = 16
 class TritonKda:
     """`KdaOps`. A group of one token without records is decoded in place; others keep records (replay)."""
 
-    conv_chunk = staticmethod(conv.chunk)
-    gate = staticmethod(kda.gate)
-    chunk = staticmethod(kda.chunk)
+    chunks = staticmethod(chunks)
 
     def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
         """Heads of 16, 32, 64 .. channels, a convolution of at least two taps, no float64."""

@@ -1,6 +1,8 @@
 """The whole model against third-party reference outputs: logits, hidden states, states, expert choice.
 
-Tolerances are those of the README beside the vectors: logits 1e-4, hidden states and states 1e-3.
+Tolerances are those of the README beside the vectors: logits 1e-4, hidden states and states 1e-3. The vectors are a
+float32 run: at the ill-conditioned token of case2 their logits lie 8.3e-5 from the float64 model's, so another float32
+run may be twice the tolerance from them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def test_prefill_gives_the_reference_logits_for_every_chunk_size(
     ids = expected["input_ids"].tolist()
     pools = Pools(stage, 1, len(ids) + 1)
     logits = pools.prefill(pools.requests[0], ids, chunk)
-    assert_close(logits, expected["logits"], LOGITS, f"{case} logits, chunk {chunk}")
+    tolerance = LOGITS if stage.dtype == torch.float64 else 2 * LOGITS
+    assert_close(logits, expected["logits"], tolerance, f"{case} logits, chunk {chunk}")
 
 
 @pytest.mark.parametrize("columns", [1, 4])
