@@ -1,6 +1,7 @@
 """What a Kimi-K3-family model is: `K3Spec`, read from a Hugging Face `config.json`.
 
-Lives here: every number the model code, the cache layout and the capacity formulas need.
+Lives here: every number the model code, the cache layout and the capacity formulas need; those of one
+kind of layer in `layer_specs.py`.
 Not here: tensor names (`names.py`), weights, anything that imports torch.
 A config that lacks a required field is refused by name; nothing is defaulted, because a silently
 defaulted width gives a model that runs and is wrong. Nullable fields may be absent: absent is null.
@@ -13,12 +14,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
 from k3.errors import ModelError
 from k3.model.fields import Fields
+from k3.model.layer_specs import (
+    KdaSpec,
+    LayerKind,
+    MlaSpec,
+    MoeSpec,
+    SituSpec,
+    read_kda,
+    read_layer_kinds,
+    read_mla,
+    read_moe,
+    read_situ,
+)
 
 FAMILY = "kimi_k3"
 K3_ARCHITECTURE = "KimiK3ForConditionalGeneration"
@@ -31,96 +43,6 @@ TEXT_MODEL_TYPE = "kimi_linear"
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QK_NORM_EPS = 1e-6  # KDA query/key L2 norm: fixed, not rms_norm_eps
 LORA_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm: fixed, not rms_norm_eps
-
-
-class LayerKind(StrEnum):
-    """Which attention a layer has."""
-
-    MLA = "mla"
-    KDA = "kda"
-
-
-@dataclass(frozen=True, slots=True)
-class MlaSpec:
-    """Gated NoPE multi-head latent attention. The rope dims exist but are never rotated."""
-
-    n_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    output_gate: bool
-
-    @property
-    def latent_width(self) -> int:
-        """Values cached per token and layer: normalised latent, then the shared key dims."""
-        return self.kv_lora_rank + self.rope_dim
-
-    @property
-    def query_dim(self) -> int:
-        """Query and key dims of one head."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def scale(self) -> float:
-        """Softmax scale; the same in expanded and absorbed form."""
-        return self.query_dim**-0.5
-
-
-@dataclass(frozen=True, slots=True)
-class KdaSpec:
-    """Kimi Delta Attention. Key and value dims are both `head_dim`."""
-
-    n_heads: int
-    head_dim: int
-    conv_width: int
-    full_rank_gate: bool
-    gate_lower_bound: float | None
-
-    @property
-    def width(self) -> int:
-        """Channels of q, k and v each."""
-        return self.n_heads * self.head_dim
-
-    @property
-    def window(self) -> int:
-        """Columns of the convolution window that are kept between tokens."""
-        return self.conv_width - 1
-
-
-@dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """Routed experts in a latent space beside always-on shared experts."""
-
-    n_experts: int
-    top_k: int
-    n_shared: int
-    width: int
-    latent: int | None
-    latent_norm: bool
-    router: str  # "sigmoid" | "softmax"
-    renormalize: bool
-    scaling: float
-    n_groups: int
-    top_groups: int
-
-    @property
-    def shared_width(self) -> int:
-        """Inner width of the shared experts as one MLP."""
-        return self.n_shared * self.width
-
-    def expert_in(self, hidden_size: int) -> int:
-        """Width at which routed experts read and write."""
-        return self.latent if self.latent is not None else hidden_size
-
-
-@dataclass(frozen=True, slots=True)
-class SituSpec:
-    """Soft-clip constants of the activation; `linear_beta` None leaves the up branch untouched."""
-
-    beta: float
-    linear_beta: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +174,11 @@ class K3Spec:
             architecture=architecture,
             vocab_size=text.size("vocab_size"),
             hidden_size=text.size("hidden_size"),
-            layer_kinds=_layer_kinds(text, linear),
-            mla=_mla(text),
-            kda=_kda(linear),
-            moe=_moe(text),
-            situ=_situ(text),
+            layer_kinds=read_layer_kinds(text, linear),
+            mla=read_mla(text),
+            kda=read_kda(linear),
+            moe=read_moe(text),
+            situ=read_situ(text),
             dense_width=text.size("intermediate_size"),
             first_dense=text.count("first_k_dense_replace"),
             moe_every=text.size("moe_layer_freq"),
@@ -299,78 +221,6 @@ def _refuse_unsupported(text: Fields) -> None:
     heads, kv_heads = text.size("num_attention_heads"), text.size("num_key_value_heads")
     if heads != kv_heads:
         raise text.error("num_key_value_heads", kv_heads, f"num_attention_heads={heads}")
-
-
-def _layer_kinds(text: Fields, linear: Fields) -> tuple[LayerKind, ...]:
-    n_layers = text.size("num_hidden_layers")
-    kda, full = linear.layer_list("kda_layers"), linear.layer_list("full_attn_layers")
-    if sorted(kda + full) != list(range(1, n_layers + 1)):
-        raise ModelError(
-            f"{linear.path}: kda_layers {list(kda)} and full_attn_layers {list(full)} must be "
-            f"disjoint and together name each of the layers 1..{n_layers} once"
-        )
-    mla = set(full)
-    return tuple(LayerKind.MLA if i in mla else LayerKind.KDA for i in range(1, n_layers + 1))
-
-
-def _mla(text: Fields) -> MlaSpec:
-    return MlaSpec(
-        n_heads=text.size("num_attention_heads"),
-        q_lora_rank=text.nullable_size("q_lora_rank"),
-        kv_lora_rank=text.size("kv_lora_rank"),
-        nope_dim=text.size("qk_nope_head_dim"),
-        rope_dim=text.size("qk_rope_head_dim"),
-        v_dim=text.size("v_head_dim"),
-        output_gate=text.flag("mla_use_output_gate"),
-    )
-
-
-def _kda(linear: Fields) -> KdaSpec:
-    lower_bound = linear.nullable_number("gate_lower_bound")
-    if lower_bound is not None and lower_bound >= 0:
-        raise linear.error("gate_lower_bound", lower_bound, "a negative number or null")
-    return KdaSpec(
-        n_heads=linear.size("num_heads"),
-        head_dim=linear.size("head_dim"),
-        conv_width=linear.size("short_conv_kernel_size"),
-        full_rank_gate=linear.flag("use_full_rank_gate"),
-        gate_lower_bound=lower_bound,
-    )
-
-
-def _moe(text: Fields) -> MoeSpec:
-    latent = text.nullable_size("routed_expert_hidden_size")
-    grouped = text.flag("use_grouped_topk")
-    moe = MoeSpec(
-        n_experts=text.size("num_experts"),
-        top_k=text.size("num_experts_per_token"),
-        n_shared=text.count("num_shared_experts"),
-        width=text.size("moe_intermediate_size"),
-        latent=latent,
-        latent_norm=latent is not None and text.flag("latent_moe_use_norm"),
-        router=text.choice("moe_router_activation_func", "sigmoid", "softmax"),
-        renormalize=text.flag("moe_renormalize"),
-        scaling=text.number("routed_scaling_factor"),
-        n_groups=text.size("num_expert_group") if grouped else 1,
-        top_groups=text.size("topk_group") if grouped else 1,
-    )
-    if moe.top_k > moe.n_experts:
-        raise text.error("num_experts_per_token", moe.top_k, f"at most {moe.n_experts} experts")
-    if moe.n_experts % moe.n_groups or moe.top_groups > moe.n_groups:
-        raise text.error(
-            "num_expert_group",
-            moe.n_groups,
-            f"a divisor of num_experts={moe.n_experts}, at least topk_group={moe.top_groups}",
-        )
-    return moe
-
-
-def _situ(text: Fields) -> SituSpec:
-    beta = text.nullable_number("activation_situ_beta")
-    return SituSpec(
-        beta=1.0 if beta is None else beta,
-        linear_beta=text.nullable_number("activation_situ_linear_beta"),
-    )
 
 
 def _dtype(text: Fields, wrapper: Fields) -> str:
