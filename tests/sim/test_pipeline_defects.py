@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,40 @@ def test_an_embedding_that_is_kept_for_the_drafter_is_no_tap() -> None:
     frame = stage.forward(incoming, pools.caches, batch).frame
     assert torch.equal(frame.tap_TH(EMBEDDING_TAP), incoming.tap_TH(EMBEDDING_TAP))
     assert frame.layout.taps == (EMBEDDING_TAP, 7)
+
+
+@pytest.fixture
+def unwritten_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # and with it, new tensors are filled
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("stream", ["prefix", "mixture"])
+def test_every_unit_of_a_frame_is_written_by_its_stage(stream: str) -> None:
+    """Residual, bank and taps, those of other stages and its own: nothing is left of the memory's last use."""
+    n_tokens, taps = 5, (6, EMBEDDING_TAP, 1, SPEC.num_layers - 1)
+    frame: Frame | None = None
+    for number in range(3):
+        place = Mesh(3).place(number)
+        stage = open_stage(
+            NANO,
+            place,
+            solo_groups(),
+            OPS,
+            dtype="float64",
+            device=CPU,
+            taps=taps,
+            tap_stream=stream,
+        )
+        assert Frame.empty(stage.out_layout, n_tokens, stage.dtype, CPU).data_TUH.isnan().all()
+        pools = Pools(stage, 1, 8)
+        batch = pools.chunk_batch([(pools.requests[0], [1, 2, 3, 4, 5])])
+        frame = stage.forward(frame, pools.caches, batch).frame
+        assert frame.data_TUH.isfinite().all(), f"stage {number}"
+        n_own = len(frame.layout.taps)
+        assert n_own == len(taps) or not place.is_last
 
 
 def test_pairs_that_may_run_over_stages_are_listed_beside_the_models() -> None:
