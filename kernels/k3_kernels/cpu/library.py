@@ -19,9 +19,13 @@ ABI = 1  # K3_ABI of src/abi.h
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
+    "k3_gate": "ppipii",
+    "k3_gated_rms_norm": "ppippiiid",
+    "k3_linear": "pipipiii",
     "k3_kda_chunk": "pipipipppdidpppppiiiiii",
     "k3_mix": "piippiiid",
     "k3_rms_norm": "pippiid",
+    "k3_situ": "pipiidd",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 _NEEDS = {

@@ -6,8 +6,9 @@ import pytest
 import torch
 from k3_kernels.api import BackendError, Backends, select
 from k3_kernels.cpu import library
+from k3_kernels.cpu.dense import NativeDense
 from k3_kernels.cpu.ops import NativeMix
-from k3_kernels.reference import attnres
+from k3_kernels.reference import attnres, norm
 from torch import Tensor
 
 from tests.compare import assert_close
@@ -37,3 +38,49 @@ def test_mixing_equals_the_reference(
 def test_native_is_refused_where_it_cannot_run() -> None:
     with pytest.raises(BackendError, match="runs on CPUs"):
         select(Backends(kda="native"), torch.device("meta"))
+
+
+@pytest.mark.parametrize("dtype, tolerance", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 17, 5), (5, 33, 7), (3, 64, 96), (0, 4, 4), (70, 9, 8)])
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_a_projection_equals_the_product(
+    shape: tuple[int, int, int], is_narrow: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    n, outputs, inputs = shape
+    weight = draw(outputs, inputs, dtype=dtype)
+    if is_narrow:  # what a checkpoint in bfloat16 holds
+        weight = weight.bfloat16().to(dtype)
+    x = draw(n, inputs + 3, dtype=dtype, seed=1)[:, :inputs]
+    assert_close(NativeDense().projection(weight)(x), x @ weight.t(), tolerance, "product")
+
+
+def test_a_row_of_a_projection_depends_on_nothing_but_itself() -> None:
+    x = draw(11, 40, dtype=torch.float32)
+    project = NativeDense().projection(draw(50, 40, dtype=torch.float32, seed=1))
+    whole = project(x)
+    for n in range(1, 8):
+        assert torch.equal(project(x[2 : 2 + n]), whole[2 : 2 + n]), n
+
+
+@pytest.mark.parametrize("dtype, tolerance", DTYPES)
+def test_norms_and_activations_equal_the_reference(dtype: torch.dtype, tolerance: float) -> None:
+    dense = NativeDense()
+    x, weight = draw(3, 29, dtype=dtype)[:, 4:], draw(25, dtype=dtype, seed=1)
+    assert_close(dense.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5), tolerance, "norm")
+    rows, gate = draw(3, 2, 25, dtype=dtype), draw(3, 60, dtype=dtype, seed=2)[:, 5:55] * 9
+    heads = gate.view(3, 2, 25)
+    expected = norm.gated_rms_norm(rows, heads, weight, 1e-5)
+    assert_close(dense.gated_rms_norm(rows, heads, weight, 1e-5), expected, tolerance, "gated norm")
+    flat = rows.flatten(1)
+    assert_close(dense.gate(flat, gate), flat * torch.sigmoid(gate), tolerance, "gate")
+    both = torch.cat((torch.linspace(-90, 90, 301, dtype=dtype), draw(301, dtype=dtype) * 30))
+    for linear_beta in (25.0, None):
+        expected = norm.situ(both[None, :301], both[None, 301:], 4.0, linear_beta)
+        got = dense.situ(both[None], 4.0, linear_beta)
+        assert_close(got / 30, expected / 30, tolerance, "SiTU")
+
+
+def test_infinities_and_what_is_no_number_pass_as_in_torch() -> None:
+    x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 200.0, -200.0, 0.0]])
+    one = torch.ones_like(x)
+    assert_close(NativeDense().gate(one, x), torch.sigmoid(x), 0.0, "sigmoid")

@@ -1,4 +1,4 @@
-// exp, tanh, sigmoid and log1p-free softplus on vectors. Within 2 ulp of the true value; NaN stays NaN, exp(-inf) = 0.
+// exp, tanh, sigmoid and softplus on vectors. Within 2 ulp of the true value; NaN stays NaN, exp(-inf) = 0.
 #pragma once
 #include "simd.h"
 
@@ -68,4 +68,10 @@ template <typename T> K3_INLINE Vec<T> vtanh(Vec<T> x) {
     near = x + x * s * p / q;
   }
   return s < T(0.625 * 0.625) ? near : far;
+}
+
+// log(1 + exp x), lane by lane: only gates without a lower bound need it.
+template <typename T> K3_INLINE Vec<T> vsoftplus(Vec<T> x) {
+  for (i64 i = 0; i < Lanes<T>::n; ++i) x[i] = (x[i] > 0 ? x[i] : T(0)) + std::log1p(std::exp(x[i] > 0 ? -x[i] : x[i]));
+  return x;
 }

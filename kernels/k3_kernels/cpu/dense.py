@@ -1,0 +1,149 @@
+"""Projections, norms and activations on CPUs; rules of `k3_kernels.reference.norm`.
+
+A projection keeps its weight twice: as it came, for torch's product of many tokens, and packed, for few (`src/gemm.h`).
+Packed float32 weights that are exact in bfloat16, as those of released checkpoints are, take half the bytes: a step's time
+is that of reading the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from k3_kernels.cpu.calls import DTYPES, pair, rows
+from k3_kernels.reference import norm
+
+LANES = {torch.float32: 16, torch.float64: 8}
+FEW_TOKENS = 64  # up to so many the packed product is the faster one
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix, or several of one shape along the first axes, as `src/gemm.h` reads it."""
+
+    data: Tensor
+    is_narrow: bool
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Packed:
+        """weight: [.., O, I], float32 or float64."""
+        lanes = LANES[weight.dtype]
+        n_outputs, n_inputs = weight.shape[-2:]
+        is_narrow = weight.dtype == torch.float32 and is_exact(weight, torch.bfloat16)
+        width = 2 if is_narrow else 1
+        w = pad(weight, (0, -n_inputs % width, 0, -n_outputs % lanes))
+        w = w.to(torch.bfloat16) if is_narrow else w
+        w = w.unflatten(-1, (-1, width)).unflatten(-3, (-1, lanes))  # [.., panel, lane, input, 2]
+        return cls(w.transpose(-3, -2).contiguous(), is_narrow)
+
+
+def is_exact(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value survives `dtype`."""
+    return bool((x.to(dtype).to(x.dtype) == x).all())
+
+
+class NativeProjection:
+    """x [.., I] -> x weight^T [.., O]."""
+
+    __slots__ = ("_address", "_inputs", "_linear", "_narrow", "_outputs", "_packed", "_weight")
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        """Raises LibraryError."""
+        self._weight = weight_OI
+        self._outputs, self._inputs = weight_OI.shape
+        self._packed = Packed.of(weight_OI)
+        self._address, self._narrow = self._packed.data.data_ptr(), int(self._packed.is_narrow)
+        self._linear = pair("k3_linear")[weight_OI.dtype]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In the weight's dtype."""
+        n_tokens = x.numel() // self._inputs
+        if n_tokens > FEW_TOKENS:
+            return linear(x, self._weight)
+        y = x.new_empty(*x.shape[:-1], self._outputs)
+        x, stride = as_rows(x)
+        self._linear(
+            *(x.data_ptr(), stride, self._address, self._narrow, y.data_ptr()),
+            *(n_tokens, self._outputs, self._inputs),
+        )
+        return y
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` as rows of its last axis, and the values from row to row."""
+    if x.dim() == 2:
+        x = rows(x)
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1]
+
+
+class NativeDense:
+    """`api.DenseOps`; other dtypes than float32 and float64 go to the reference."""
+
+    def __init__(self) -> None:
+        """Raises LibraryError."""
+        self._rms, self._gated = pair("k3_rms_norm"), pair("k3_gated_rms_norm")
+        self._gate, self._situ = pair("k3_gate"), pair("k3_situ")
+
+    def projection(self, weight_OI: Tensor):
+        """Packed at load."""
+        if weight_OI.dtype in DTYPES:
+            return NativeProjection(weight_OI)
+        return lambda x: linear(x, weight_OI)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`reference.norm.rms_norm`."""
+        if x.dtype not in DTYPES:
+            return norm.rms_norm(x, weight, eps)
+        y = x.new_empty(x.shape)
+        x, stride = as_rows(x)
+        width = x.shape[-1]
+        self._rms[x.dtype](
+            *(x.data_ptr(), stride, weight.data_ptr(), y.data_ptr()),
+            *(x.numel() // width, width, eps),
+        )
+        return y
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`reference.norm.gated_rms_norm` of [T, H, D]; rows of the gate may lie apart."""
+        if (
+            x.dtype not in DTYPES
+            or gate.dtype != x.dtype
+            or x.dim() != 3
+            or gate.stride(1) != gate.shape[2]
+        ):
+            return norm.gated_rms_norm(x, gate, weight, eps)
+        x, gate = x.contiguous(), rows(gate)
+        y = torch.empty_like(x)
+        self._gated[x.dtype](
+            *(x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), y.data_ptr()),
+            *(*x.shape, eps),
+        )
+        return y
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x sigmoid(gate), [T, D]."""
+        if x.dtype not in DTYPES:
+            return x * torch.sigmoid(gate)
+        x, gate = x.contiguous(), rows(gate)
+        y = torch.empty_like(x)
+        self._gate[x.dtype](
+            *(x.data_ptr(), gate.data_ptr(), gate.stride(0), y.data_ptr(), *x.shape)
+        )
+        return y
+
+    def situ(self, gate_up_TF: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+        """`reference.norm.situ` of a joint projection."""
+        if gate_up_TF.dtype not in DTYPES:
+            gate, up = gate_up_TF.chunk(2, -1)
+            return norm.situ(gate, up, beta, linear_beta)
+        x = rows(gate_up_TF)
+        n, width = x.shape[0], x.shape[1] // 2
+        y = x.new_empty(n, width)
+        self._situ[x.dtype](
+            *(x.data_ptr(), x.stride(0), y.data_ptr(), n, width, beta, linear_beta or 0.0)
+        )
+        return y

@@ -1,0 +1,111 @@
+// Products with packed weights, y[t, o] = sum over i of x[t, i] w[o, i], for few tokens.
+//
+// A packed matrix is panels of as many outputs as a vector has lanes. Within a panel inputs follow each other:
+//   plain   [panel][input][lane] of T
+//   narrow  [panel][input / 2][lane][2] of bfloat16, T = float: half the bytes for weights that lose nothing by it
+// Outputs and inputs beyond the matrix are zero. Each output sums even and odd inputs apart, then both: one order,
+// however many tokens there are.
+#pragma once
+#include "simd.h"
+
+template <typename T> struct Matrix {
+  const void* data;
+  i64 outputs, inputs;
+  bool is_narrow;
+  static constexpr i64 lanes = Lanes<T>::n;
+  i64 panels() const { return (outputs + lanes - 1) / lanes; }
+  i64 panel_bytes() const { return 64 * (is_narrow ? (inputs + 1) / 2 : inputs); }
+  const char* panel(i64 p) const { return static_cast<const char*>(data) + p * panel_bytes(); }
+  i64 bytes() const { return panels() * panel_bytes(); }
+};
+
+#ifdef __AVX512F__
+constexpr int TOKENS_AT_ONCE = 4, PANELS_AT_ONCE = 2;
+#else
+constexpr int TOKENS_AT_ONCE = 2, PANELS_AT_ONCE = 1;
+#endif
+
+// Weights of inputs 2 j and 2 j + 1.
+template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j, Vec<T>& even, Vec<T>& odd) {
+  if constexpr (NARROW) {
+    Int<float> both;
+    std::memcpy(&both, w + 64 * j, 64);
+    const Int<float> low = both << 16, high = both & ~0xFFFF;
+    std::memcpy(&even, &low, 64);
+    std::memcpy(&odd, &high, 64);
+  } else {
+    std::memcpy(&even, w + 128 * j, 64);
+    std::memcpy(&odd, w + 128 * j + 64, 64);
+  }
+}
+
+template <typename T, bool NARROW, int M, int P>
+static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes, i64 inputs, Vec<T> (&sum)[M][P]) {
+  Vec<T> even[M][P] = {}, odd[M][P] = {};
+  const i64 pairs = inputs / 2;
+  for (i64 j = 0; j < pairs; ++j)
+    for (int p = 0; p < P; ++p) {
+      Vec<T> a, b;
+      load_pair<T, NARROW>(w + p * panel_bytes, j, a, b);
+      for (int m = 0; m < M; ++m) {
+        even[m][p] += a * x[m * x_stride + 2 * j];
+        odd[m][p] += b * x[m * x_stride + 2 * j + 1];
+      }
+    }
+  for (int p = 0; p < P; ++p) {
+    if (inputs % 2) {
+      Vec<T> a;
+      if constexpr (NARROW) {
+        Vec<T> unused;
+        load_pair<T, NARROW>(w + p * panel_bytes, pairs, a, unused);
+      } else {
+        std::memcpy(&a, w + p * panel_bytes + 128 * pairs, 64);
+      }
+      for (int m = 0; m < M; ++m) even[m][p] += a * x[m * x_stride + inputs - 1];
+    }
+    for (int m = 0; m < M; ++m) sum[m][p] = even[m][p] + odd[m][p];
+  }
+}
+
+template <typename T, bool NARROW, int M, int P>
+static inline void tile_out(const T* x, i64 x_stride, const Matrix<T>& w, i64 panel, T* y, i64 y_stride) {
+  Vec<T> sum[M][P];
+  tile<T, NARROW, M, P>(x, x_stride, w.panel(panel), w.panel_bytes(), w.inputs, sum);
+  for (int p = 0; p < P; ++p) {
+    const i64 at = (panel + p) * w.lanes, left = w.outputs - at;
+    for (int m = 0; m < M; ++m)
+      if (left >= w.lanes) store(y + m * y_stride + at, sum[m][p]);
+      else store_part(y + m * y_stride + at, sum[m][p], left);
+  }
+}
+
+template <typename T, bool NARROW, int P>
+static inline void tokens_of(const T* x, i64 x_stride, const Matrix<T>& w, i64 panel, T* y, i64 y_stride, i64 tokens) {
+  i64 t = 0;
+  for (; t + TOKENS_AT_ONCE <= tokens; t += TOKENS_AT_ONCE)
+    tile_out<T, NARROW, TOKENS_AT_ONCE, P>(x + t * x_stride, x_stride, w, panel, y + t * y_stride, y_stride);
+  x += t * x_stride;
+  y += t * y_stride;
+  if (tokens - t == 1) tile_out<T, NARROW, 1, P>(x, x_stride, w, panel, y, y_stride);
+  if constexpr (TOKENS_AT_ONCE > 2) {
+    if (tokens - t == 2) tile_out<T, NARROW, 2, P>(x, x_stride, w, panel, y, y_stride);
+    if (tokens - t == 3) tile_out<T, NARROW, 3, P>(x, x_stride, w, panel, y, y_stride);
+  }
+}
+
+template <typename T, bool NARROW>
+static void multiply_as(const T* x, i64 x_stride, const Matrix<T>& w, T* y, i64 y_stride, i64 tokens) {
+  const i64 panels = w.panels();
+  i64 p = 0;
+  for (; p + PANELS_AT_ONCE <= panels; p += PANELS_AT_ONCE)
+    tokens_of<T, NARROW, PANELS_AT_ONCE>(x, x_stride, w, p, y, y_stride, tokens);
+  if constexpr (PANELS_AT_ONCE > 1)
+    for (; p < panels; ++p) tokens_of<T, NARROW, 1>(x, x_stride, w, p, y, y_stride, tokens);
+}
+
+template <typename T> static void multiply(const T* x, i64 x_stride, const Matrix<T>& w, T* y, i64 y_stride, i64 tokens) {
+  if constexpr (sizeof(T) == 4) {
+    if (w.is_narrow) return multiply_as<T, true>(x, x_stride, w, y, y_stride, tokens);
+  }
+  multiply_as<T, false>(x, x_stride, w, y, y_stride, tokens);
+}
