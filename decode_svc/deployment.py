@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from decode_svc.depth import plan_depth
+from decode_svc.depth import computes_prompts, plan_depth
 from decode_svc.draft_policy import DraftPolicy
 from decode_svc.gate import GateRule, SpeculationGate, no_cost
 from decode_svc.intake.source import Pair
 from decode_svc.ledger import Ledger
+from decode_svc.memory import CachedMemory, Memory, PoolMemory
+from decode_svc.request import DecodeRequest
 from decode_svc.scheduler import DecodeScheduler, Limits
+from k3.cache import hash_chain
 from k3.cache.layout import DTYPE_BYTES, PROTO_VERSION
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
@@ -26,6 +29,9 @@ from k3.rank import deployment
 from k3.transfer.plan import Pair as TransferPair
 from k3.transfer.plan import check_pair, expected_senders
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
+from prefill_svc.core import assembly
+from prefill_svc.core.cache_events import OnEvent, unheard
+from prefill_svc.core.scheduler import PrefillScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,33 @@ class Deployment(deployment.Deployment):
     ROLE: ClassVar = instance_pb2.ROLE_DECODE
     N_DUMMIES: ClassVar[int] = 1
 
-    def scheduler(self) -> DecodeScheduler:
-        """A scheduler with empty pools."""
+    @property
+    def longest_local(self) -> int:
+        """Prompts up to this length are computed here."""
+        is_alone = self.config.role == "both"
+        bound = self.config.schedule.local_prefill_max
+        return self.config.model.max_model_len if is_alone else bound
+
+    def prompts(self, on_event: OnEvent = unheard) -> PrefillScheduler | None:
+        """A scheduler of prompts computed here, None where there are none; under `role: both` memory is its cache's."""
+        if not computes_prompts(self.config):
+            return None
+        return assembly.prompt_scheduler(self.config, n_dummies=self.N_DUMMIES, on_event=on_event)
+
+    def _memory(self, prompts: PrefillScheduler | None) -> Memory:
+        config = self.config
+        if prompts is not None and config.role == "both":
+            return CachedMemory(prompts.cache, self._chain)
+        n_slots = config.cache.state_slots - self.N_DUMMIES
+        return PoolMemory(PagePool(config.cache.pages), SlotPool(n_slots, first=self.N_DUMMIES))
+
+    def _chain(self, request: DecodeRequest) -> tuple[bytes, ...]:
+        namespace = hash_chain.namespace(self.layout_fingerprint, self.draft_fingerprint)
+        spec = request.spec
+        return assembly.page_chain(self.config, namespace, spec.prompt, spec.salt)
+
+    def scheduler(self, prompts: PrefillScheduler | None = None) -> DecodeScheduler:
+        """A scheduler with empty pools. prompts: what `prompts` made, where prompts are computed here."""
         config = self.config
         return DecodeScheduler(
             Ledger(config.cache.page_tokens, self.mesh.cp),
@@ -47,8 +78,7 @@ class Deployment(deployment.Deployment):
                 draft_tokens=config.spec.draft_tokens,
                 is_staged=self.mesh.pp > 1,
             ),
-            pages=PagePool(config.cache.pages),
-            state_slots=SlotPool(config.cache.state_slots - self.N_DUMMIES, first=self.N_DUMMIES),
+            memory=self._memory(prompts),
             rows=SlotPool(config.schedule.max_rows, first=self.N_DUMMIES),
             policy=self._draft_policy(),
         )
@@ -141,4 +171,5 @@ class Deployment(deployment.Deployment):
         described.max_rows = self.config.schedule.max_rows
         described.draft_tokens = self.config.spec.draft_tokens
         described.depth = plan_depth(self.config).per_row
+        described.local_prefill_max = self.longest_local
         return described

@@ -63,6 +63,11 @@ class DecodeEngine(GroupEngine[Incarnation]):
         found = [{"confidence": s.confidence, "accepted": s.n_accepted} for s in samples]
         return Answer(200, {"samples": found})
 
+    def flush_cache(self) -> tuple[int, int]:
+        """Pages and checkpoints dropped; there are some only where prompts are computed here."""
+        local = self.life().local
+        return (0, 0) if local is None else local.flush_cache()
+
     async def stop(self) -> None:
         """End every request, all ranks and the channels. Idempotent."""
         await super().stop()

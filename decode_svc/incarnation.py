@@ -12,13 +12,14 @@ import logging
 import random
 from collections.abc import Callable
 
-from decode_svc import wire
 from decode_svc.caller import Caller
 from decode_svc.deployment import Deployment
 from decode_svc.intake.filling import Identity, IntakeConfig
 from decode_svc.intake.intake import Intake
 from decode_svc.intake.source import PrefillSource
+from decode_svc.local_prefill import LocalPrefill
 from decode_svc.request import RequestSpec, State
+from decode_svc.steps import Steps
 from k3.errors import K3Error
 from k3.rank.lives import Ranks
 from k3.telemetry.metrics import DecodeMetrics
@@ -50,7 +51,19 @@ class Incarnation:
         on_change: Callable[[], None],
     ) -> None:
         self.instance_id = instance_id
-        self.scheduler = deployment.scheduler()
+        prompts = deployment.prompts()
+        self.scheduler = deployment.scheduler(prompts)
+        self.local = None
+        if prompts is not None:
+            self.local = LocalPrefill(
+                instance_id,
+                deployment.longest_local,
+                self.scheduler,
+                prompts,
+                metrics,
+                has_drafter=deployment.draft is not None,
+            )
+        self._steps = Steps(self.scheduler, self.local)
         self._deployment = deployment
         self._movers = list(movers)
         self._ranks = ranks
@@ -103,6 +116,9 @@ class Incarnation:
         self._changed()
 
     def _end(self, caller: Caller, reason: prefill_pb2.AbortReason) -> None:
+        if self.local is not None and self.local.is_computing(caller.request):
+            self.local.abort(caller.request)
+            return
         match caller.request.state:
             case State.QUEUED | State.ADMITTED | State.FILLING:
                 self.intake.abort(caller.request, reason)
@@ -162,15 +178,15 @@ class Incarnation:
 
     async def _step(self) -> None:
         """Keep `depth` plans in flight, absorb their results in order."""
-        scheduler = self.scheduler
+        steps, gate = self._steps, self.scheduler.policy.gate
         while True:
-            while (plan := scheduler.plan()) is not None:
-                if scheduler.n_plans_in_flight == 1:
+            while (plan := steps.plan(_now())) is not None:
+                if steps.n_in_flight == 1:
                     self._last_result_at = _now()
-                if scheduler.policy.gate is not None:
-                    self._metrics.spec.gate(scheduler.policy.gate.is_open)
-                await self._ranks.send_plan(wire.step_plan(plan))
-            if scheduler.n_plans_in_flight == 0:
+                if gate is not None:
+                    self._metrics.spec.gate(gate.is_open)
+                await self._ranks.send_plan(plan)
+            if steps.n_in_flight == 0:
                 await self._may_plan.wait()
                 self._may_plan.clear()
                 continue
@@ -178,7 +194,10 @@ class Incarnation:
 
     def _absorb(self, result: plan_pb2.StepResult) -> None:
         now = self._last_result_at = _now()
-        progress = self.scheduler.advance(result.step_id, wire.emitted(result))
+        progress = self._steps.absorb(result, now)
+        if progress is None:
+            self._changed()  # a prompt may be complete, or over
+            return
         n_tokens = 0
         for request, kept in progress:
             n_tokens += len(kept.tokens)
@@ -208,11 +227,21 @@ class Incarnation:
                     self.intake.abort(request, prefill_pb2.ABORT_REASON_CLIENT)
                     continue
                 caller.admitted()
-                self.intake.start(caller)
+                self._fill(caller)
             for request in self.scheduler.head(n_early):
+                if self.local is not None and self.local.takes(request):
+                    continue
                 if not self.intake.is_filling(request) and request.key in self._callers:
                     self.intake.start(self._callers[request.key])
             self._on_change()
+
+    def _fill(self, caller: Caller) -> None:
+        """Have the prompt of an admitted request computed, here or by a prefill instance."""
+        if self.local is None or not self.local.takes(caller.request):
+            self.intake.start(caller)
+            return
+        self.local.start(caller, _now())
+        self._may_plan.set()
 
     async def _listen(self) -> None:
         while True:
@@ -253,16 +282,18 @@ class Incarnation:
         """Snapshot of queue and pools, without readiness."""
         scheduler = self.scheduler
         pages, slots, rows = (
-            scheduler.pages.counts(),
-            scheduler.state_slots.counts(),
+            scheduler.memory.page_counts(),
+            scheduler.memory.slot_counts(),
             scheduler.rows.counts(),
         )
         drafts = scheduler.limits.draft_tokens > 0
+        filed = None if self.local is None else self.local.prompts.cache.slot_counts()
         return instance_pb2.Load(
             running=scheduler.n_holding,
             waiting=scheduler.n_waiting,
             pages_free=pages.free,
             pages_used=pages.held,
+            pages_cached=pages.cached,
             pages_quarantined=pages.quarantined,
             pages_total=pages.total,
             state_slots_used=slots.held,
@@ -273,11 +304,14 @@ class Incarnation:
             draft_slots_total=slots.total if drafts else 0,
             transfers=self.intake.n_transfers,
             rank_tokens=scheduler.rank_tokens(),
+            waiting_tokens=0 if self.local is None else self.local.prompts.waiting_tokens,
+            state_slots_pinned=0 if filed is None else filed.pinned,
+            state_slots_checkpoint=0 if filed is None else filed.checkpoints,
         )
 
     def stalled_s(self) -> float:
         """Seconds since the last acknowledgement while a plan is in flight, else 0."""
-        return _now() - self._last_result_at if self.scheduler.n_plans_in_flight else 0.0
+        return _now() - self._last_result_at if self._steps.n_in_flight else 0.0
 
     def _log(self, caller: Caller) -> None:
         """One line per request, at its end."""

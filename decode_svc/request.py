@@ -69,7 +69,7 @@ class Reservation:
     """The memory of one request, on every rank alike. `row` carries the epoch that plans are fenced with."""
 
     pages: tuple[int, ...]
-    state_slot: Slot
+    state_slot: int
     row: Slot
 
 
@@ -140,6 +140,7 @@ class DecodeRequest:
         "draft_valid",
         "drafts",
         "has_drafts",
+        "is_local",
         "key",
         "next_drafts",
         "outputs",
@@ -159,6 +160,7 @@ class DecodeRequest:
         self.arrived_s = arrived_s
         self.wait_s: float | None = None  # seconds in the queue until the first admission
         self.reservation: Reservation | None = None
+        self.is_local = False  # its prompt is computed in place
         self.outputs: list[TokenEvent] = []  # confirmed output tokens, the first one from prefill
         self.base = 0  # confirmed base: position of the anchor
         self.draft_valid = False  # prefill's draft rows are in the ring

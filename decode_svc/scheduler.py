@@ -20,9 +20,9 @@ from decode_svc.capacity import worst_len
 from decode_svc.draft_policy import DraftPolicy
 from decode_svc.emission import Kept, keep
 from decode_svc.ledger import Ledger
+from decode_svc.memory import Hold, Memory, Place
 from decode_svc.plan import Emitted, Plan, RowState, RowStep
 from decode_svc.request import DecodeRequest, Event, RequestSpec, Reservation, State
-from k3.cache.pages import PagePool
 from k3.cache.slots import Slot, SlotPool
 from k3.errors import QueueFull, RequestRejected
 from k3.types import TokenEvent
@@ -33,13 +33,6 @@ class Progress(NamedTuple):
 
     request: DecodeRequest
     kept: Kept
-
-
-class Hold(NamedTuple):
-    """Memory in quarantine: a write of a dead transfer may still land in it."""
-
-    pages: tuple[int, ...]
-    state_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +57,14 @@ class Limits:
 
 
 class DecodeScheduler:
-    """See the module's docstring. Pools are the scheduler's own; callers only read their counts."""
+    """See the module's docstring. Memory and rows are the scheduler's own; callers only read their counts."""
 
     def __init__(
         self,
         ledger: Ledger,
         limits: Limits,
         *,
-        pages: PagePool,
-        state_slots: SlotPool,
+        memory: Memory,
         rows: SlotPool,
         policy: DraftPolicy | None = None,
     ) -> None:
@@ -80,8 +72,7 @@ class DecodeScheduler:
         self.policy = policy or DraftPolicy(limits.draft_tokens)
         self.ledger = ledger
         self.limits = limits
-        self.pages = pages
-        self.state_slots = state_slots
+        self.memory = memory
         self.rows = rows
         self._queue: list[DecodeRequest] = []  # ascending keys
         self._filling: dict[int, DecodeRequest] = {}  # admitted or filling
@@ -117,11 +108,8 @@ class DecodeScheduler:
         while self._queue and self._fits(self._queue[0]):
             request = self._queue.pop(0)
             request.apply(Event.ADMIT)
-            request.reservation = Reservation(
-                self.pages.allocate(self._pages_needed(request.spec)),
-                self.state_slots.allocate(),
-                self.rows.allocate(),
-            )
+            place = self.memory.take(request, self._pages_needed(request.spec))
+            request.reservation = Reservation(*place, self.rows.allocate())
             if request.wait_s is None:
                 request.wait_s = now - request.arrived_s
             self._filling[request.key] = request
@@ -146,7 +134,7 @@ class DecodeScheduler:
                 code="context_length_exceeded",
                 param="stop.max_tokens",
             )
-        needed, total = self._pages_needed(spec), self.pages.n_pages
+        needed, total = self._pages_needed(spec), self.memory.n_pages
         if needed > total:
             raise RequestRejected(
                 f"prompt of {n} tokens and max_tokens={m} need {needed} pages, this instance has {total}; "
@@ -164,17 +152,19 @@ class DecodeScheduler:
         )
 
     def _fits(self, request: DecodeRequest) -> bool:
-        return (
-            self.pages.available >= self._pages_needed(request.spec)
-            and self.state_slots.available > 0
-            and self.rows.available > 0
+        return self.rows.available > 0 and self.memory.fits(
+            request, self._pages_needed(request.spec)
         )
 
     # ---------------------------------------------------------------- filling
 
-    def fill(self, request: DecodeRequest) -> None:
-        """A prefill instance is about to learn the reservation: from now on it may be written."""
+    def fill(self, request: DecodeRequest, *, here: bool = False) -> None:
+        """A prefill instance is about to learn the reservation: from now on it may be written.
+
+        here: the prompt is computed in place instead, in the order of plans, so that nothing is ever written late.
+        """
         request.apply(Event.FILL)
+        request.is_local = here
 
     def first_token(self, request: DecodeRequest, token: TokenEvent) -> Kept:
         """The token prefill drew. A request it ends never gets a row: `drop` it."""
@@ -190,6 +180,10 @@ class DecodeScheduler:
         request.base = request.prompt_len
         self._running[request.key] = request
         self._to_open.append(request)
+
+    def moved(self, request: DecodeRequest, place: Place) -> None:
+        """The caches lie elsewhere than they were reserved: found pages were shared, states were filed."""
+        request.reservation = Reservation(*place, request.held.row)
 
     def requeue(self, request: DecodeRequest) -> Hold:
         """The candidate failed: give the reservation up, wait at the old place in the queue; returns the quarantine."""
@@ -210,26 +204,21 @@ class DecodeScheduler:
             case State.QUEUED:
                 self._queue.remove(request)
                 return None
-            case State.ADMITTED:
-                del self._filling[request.key]
-                self._release(request)
-                return None
             case _:
                 del self._filling[request.key]
-                return self._quarantine(request)
+        if state is State.ADMITTED or request.is_local:
+            self._release(request)
+            return None
+        return self._quarantine(request)
 
     def settle(self, hold: Hold) -> None:
         """No write can land in this memory any more."""
-        self.pages.settle(hold.pages)
-        self.state_slots.settle(hold.state_slot)
+        self.memory.settle(hold)
 
     def _quarantine(self, request: DecodeRequest) -> Hold:
-        held = request.held
-        self.pages.quarantine(held.pages)
-        self.state_slots.quarantine(held.state_slot.index)
-        self.rows.release(held.row.index)  # nothing is ever written into a row from outside
+        self.rows.release(request.held.row.index)  # nothing is ever written into a row from outside
         request.reservation = None
-        return Hold(held.pages, held.state_slot.index)
+        return self.memory.quarantine(request)
 
     # ---------------------------------------------------------------- steps
 
@@ -255,6 +244,8 @@ class DecodeScheduler:
         self._to_close.clear()
         self._to_open = [r for r in self._to_open if r not in opened]
         for request in chosen:
+            if self.limits.is_staged:  # those that wait longest come first
+                self._running[request.key] = self._running.pop(request.key)
             request.plans_in_flight += 1
             request.has_drafts = width is not None
         self._in_flight.append(plan)
@@ -347,11 +338,9 @@ class DecodeScheduler:
         self._release(request)
 
     def _release(self, request: DecodeRequest) -> None:
-        held = request.held
-        self.pages.release(held.pages)
-        self.state_slots.release(held.state_slot.index)
-        self.rows.release(held.row.index)
+        self.rows.release(request.held.row.index)
         request.reservation = None
+        self.memory.release(request)
 
     # ---------------------------------------------------------------- what others may know
 

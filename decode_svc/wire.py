@@ -7,11 +7,12 @@ from typing import assert_never
 from decode_svc.caller import Admitted, CandidateFailed, Event, Failed, Finished, Tokens
 from decode_svc.plan import Emitted, Plan, RowState
 from decode_svc.request import Candidate, DecodeRequest, RequestSpec
+from k3.cache.layout import PROTO_VERSION
 from k3.errors import K3Error, RequestRejected
 from k3.rpc import convert
 from k3.rpc.limits import check_drawing
 from k3.types import RequestId
-from k3.v1 import decode_pb2, plan_pb2
+from k3.v1 import decode_pb2, plan_pb2, prefill_pb2
 
 
 def step_plan(plan: Plan) -> plan_pb2.StepPlan:
@@ -59,8 +60,8 @@ def open_row(request: DecodeRequest) -> plan_pb2.OpenRow:
         base=request.base,
         anchor=output[-1],
         pages=held.pages,
-        state_slot=held.state_slot.index,
-        draft_slot=held.state_slot.index if draft_tokens else None,
+        state_slot=held.state_slot,
+        draft_slot=held.state_slot if draft_tokens else None,
         draft_valid=request.draft_valid,
         sampling=convert.sampling_to_proto(spec.sampling),
         stop=convert.stop_to_proto(spec.stop),
@@ -68,6 +69,30 @@ def open_row(request: DecodeRequest) -> plan_pb2.OpenRow:
         draft_len=draft_tokens,
         prompt_ids=fresh if spec.sampling.needs_prompt_ids else (),
         output_ids=[*earlier, *output],
+    )
+
+
+def prefill_start(
+    spec: RequestSpec,
+    *,
+    instance_id: str = "",
+    layout_fingerprint: str = "",
+    draft_fingerprint: str = "",
+) -> prefill_pb2.Start:
+    """How a prompt is asked for. The rest says who asks; nobody compares it where the prompt is computed in place."""
+    return prefill_pb2.Start(
+        proto_version=PROTO_VERSION,
+        instance_id=instance_id,
+        request_id=spec.request_id,
+        attempt=spec.attempt,
+        token_ids=spec.prompt,
+        salt=spec.salt,
+        sampling=convert.sampling_to_proto(spec.sampling),
+        stop=convert.stop_to_proto(spec.stop),
+        output_prefix_len=spec.output_prefix_len,
+        logprobs=convert.logprobs_to_proto(spec.logprobs),
+        layout_fingerprint=layout_fingerprint,
+        draft_fingerprint=draft_fingerprint,
     )
 
 

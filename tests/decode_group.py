@@ -244,8 +244,11 @@ class DecodeGroup:
         too_high: int = 0,
         more: Mapping[str, Any] | None = None,
         warms_up: bool = True,
+        role: str = "decode",
+        cache: Mapping[str, Any] | None = None,
+        schedule: Mapping[str, Any] | None = None,
     ) -> None:
-        """runner: how each rank launches its steps. more: further settings of `spec`.
+        """runner: how each rank launches its steps. more: further settings of `spec`; cache, schedule: of those.
 
         warms_up: as a service does at its start; else only the dummy slot is made clean.
 
@@ -256,11 +259,18 @@ class DecodeGroup:
         is_drafting = model.drafter is not None
         per_request = -(-(max_len + 4 * (1 + draft_tokens)) // (page_tokens * mesh.cp))
         self.config = EngineConfig(
-            role="decode",
+            role=role,
             model=ModelConfig(str(model.folder), "model", model.dtype, "cpu", max_len),
             parallel=ParallelConfig(pp=mesh.pp, tp=mesh.tp, cp=mesh.cp),
-            cache=CacheConfig(page_tokens, max_rows * per_request, state_slots=max_rows + 1),
-            schedule=ScheduleConfig(max_rows=max_rows, depth=depth),
+            cache=CacheConfig(
+                **{
+                    "page_tokens": page_tokens,
+                    "pages": max_rows * per_request,
+                    "state_slots": max_rows + 1,
+                    **(cache or {}),
+                }
+            ),
+            schedule=ScheduleConfig(max_rows=max_rows, depth=depth, **(schedule or {})),
             spec=SpecConfig(draft_tokens, str(model.drafter), window, **(more or {}))
             if is_drafting
             else SpecConfig(**(more or {})),
@@ -293,6 +303,7 @@ class DecodeGroup:
             records=speculation.records(config),
             draft=speculation.drafter(config),
             draft_places=speculation.places(config, spec),
+            keeps_context=speculation.keeps_context(config),
         )
         return Storage(layout, config.cache.pages, config.cache.state_slots, CPU, fill_nan=True)
 
@@ -357,7 +368,7 @@ class DecodeGroup:
         requests = [self.submit(ask) for ask in asks]
         while self.scheduler.open_requests():
             self.step(requests)
-        assert self.scheduler.pages.counts().held == 0
+        assert self.scheduler.memory.page_counts().held == 0
         return [[token.id for token in request.outputs] for request in requests]
 
     def step(self, requests: list[DecodeRequest]) -> None:
@@ -377,21 +388,25 @@ class DecodeGroup:
 
     def _admit(self) -> None:
         for request in self.scheduler.admit(0.0):
-            ask = self._asked[request.key]
-            self.scheduler.fill(request)
-            for rank, storage in enumerate(self.storages):
-                deal(
-                    ask.sent,
-                    storage,
-                    self.model.mesh.place(rank),
-                    request.held.pages,
-                    request.held.state_slot.index,
-                    self.config.spec.draft_window,
-                    len(ask.prompt),
-                )
-            request.draft_valid = "draft" in ask.sent
-            assert self.scheduler.first_token(request, ask.first).finish is None
-            self.scheduler.filled(request)
+            self._deal(request)
+
+    def _deal(self, request: DecodeRequest) -> None:
+        """A prefill instance fills the reservation."""
+        ask = self._asked[request.key]
+        self.scheduler.fill(request)
+        for rank, storage in enumerate(self.storages):
+            deal(
+                ask.sent,
+                storage,
+                self.model.mesh.place(rank),
+                request.held.pages,
+                request.held.state_slot,
+                self.config.spec.draft_window,
+                len(ask.prompt),
+            )
+        request.draft_valid = "draft" in ask.sent
+        assert self.scheduler.first_token(request, ask.first).finish is None
+        self.scheduler.filled(request)
 
     def _launch(self, plan: plan_pb2.StepPlan) -> Launched:
         for row in plan.verify_rows:

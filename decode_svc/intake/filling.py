@@ -12,13 +12,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decode_svc import wire
 from decode_svc.caller import Caller, CandidateFailed
 from decode_svc.intake.attempt import Attempt, Hooks, Reserved
 from decode_svc.intake.quarantine import Quarantine
 from decode_svc.intake.source import Pairs, PrefillLost, PrefillSource, is_allowed
 from decode_svc.request import Candidate, State
 from decode_svc.scheduler import DecodeScheduler
-from k3.cache.layout import PROTO_VERSION
 from k3.config.tree import TransferConfig
 from k3.errors import (
     DeadlineExceeded,
@@ -31,7 +31,6 @@ from k3.errors import (
     TransferError,
     Unavailable,
 )
-from k3.rpc.convert import logprobs_to_proto, sampling_to_proto, stop_to_proto
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import prefill_pb2
 
@@ -277,18 +276,10 @@ class Filling:
             quarantine.take(hold, attempt, reason)
 
     def _start(self) -> prefill_pb2.Start:
-        spec, identity = self.request.spec, self.parts.identity
-        return prefill_pb2.Start(
-            proto_version=PROTO_VERSION,
+        identity = self.parts.identity
+        return wire.prefill_start(
+            self.request.spec,
             instance_id=identity.instance_id,
-            request_id=spec.request_id,
-            attempt=spec.attempt,
-            token_ids=spec.prompt,
-            salt=spec.salt,
-            sampling=sampling_to_proto(spec.sampling),
-            stop=stop_to_proto(spec.stop),
-            output_prefix_len=spec.output_prefix_len,
-            logprobs=logprobs_to_proto(spec.logprobs),
             layout_fingerprint=identity.layout_fingerprint,
             draft_fingerprint=identity.draft_fingerprint,
         )

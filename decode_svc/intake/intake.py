@@ -167,8 +167,7 @@ class Intake:
         late, scheduler = self.quarantine.overdue(), self.scheduler
         n_pages = sum(len(hold.pages) for hold in late)
         return (
-            n_pages > cap * scheduler.pages.n_pages
-            or len(late) > cap * scheduler.state_slots.n_slots
+            n_pages > cap * scheduler.memory.n_pages or len(late) > cap * scheduler.memory.n_slots
         )
 
     async def fence(self) -> None:
@@ -211,7 +210,7 @@ class Intake:
             nonce=secrets.randbits(32),
             generation=filling.generation,
             pages=held.pages[: self.scheduler.ledger.pages(request.prompt_len)],
-            state_slot=held.state_slot.index,
+            state_slot=held.state_slot,
             lease_s=self._lease_s,
         )
         ranks = range(self._n_ranks)
@@ -221,7 +220,7 @@ class Intake:
             tuple(self._draft_senders(pair, rank) for rank in ranks),
         )
         if any(target.draft_senders):
-            message.draft_slot = held.state_slot.index  # a state slot is also a ring
+            message.draft_slot = held.state_slot  # a state slot is also a ring
         assert filling.attempt is not None
         self._by_transfer[message.transfer_id] = filling.attempt
         return target

@@ -181,7 +181,7 @@ class Alone:
     def _prefill(self, request: DecodeRequest) -> TokenEvent:
         """The first token; caches and context rows of the whole prompt are in place."""
         prompt, held, stage = request.spec.prompt, request.held, self._stage
-        slot, p, n = held.state_slot.index, self.config.cache.page_tokens, len(prompt)
+        slot, p, n = held.state_slot, self.config.cache.page_tokens, len(prompt)
         pages = torch.tensor(held.pages, dtype=torch.int32, device=self._device)
         hidden = torch.empty(0)
         for at in range(0, n, self.config.schedule.token_budget):

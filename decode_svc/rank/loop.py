@@ -15,8 +15,9 @@ from typing import assert_never
 from torch import Tensor
 
 from decode_svc.capacity import table_width
-from decode_svc.depth import plan_depth
+from decode_svc.depth import computes_prompts, plan_depth
 from decode_svc.ledger import Ledger
+from decode_svc.rank.chunks import ChunkSteps, LaunchedChunks
 from decode_svc.rank.drafting import Drafting
 from decode_svc.rank.graphs import Eager, GraphRunner
 from decode_svc.rank.outcome import Outcome
@@ -36,7 +37,7 @@ ANSWER_POLL_S = 50e-6  # a launched step is polled this often while no plan wait
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedGroups:
     """A step on its way."""
 
     plan: plan_pb2.StepPlan
@@ -45,6 +46,9 @@ class Launched:
     next_drafts: Tensor | None  # of every row, over stages; staged like the outcome
     event: Event  # behind all of it
     received_s: float
+
+
+Launched = LaunchedGroups | LaunchedChunks
 
 
 class DecodeRank:
@@ -72,27 +76,32 @@ class DecodeRank:
             proposals=None if acceptance == "match" else wide(context.stage.dtype),
             confident=speculation.is_by_confidence(config),
         )
-        self._step, self._next = self._make_step(ledger, acceptance, depth.steps, runner)
+        relay = _relay(context)
+        self._step, self._next = self._make_step(ledger, acceptance, depth.steps, runner, relay)
+        self._chunks = None
+        if computes_prompts(config):
+            self._chunks = ChunkSteps(context, _ring(context), relay)
         self._max_rows = max_rows
         self._last_step = 0
         self._drafted: set[int] = set()  # rows with drafts that no step has looked at
 
     def _make_step(
-        self, ledger: Ledger, acceptance: str, depth: int, runner: GraphRunner | None
+        self,
+        ledger: Ledger,
+        acceptance: str,
+        depth: int,
+        runner: GraphRunner | None,
+        relay: Relay | None,
     ) -> tuple[VerifyStep | RelayStep, NextDrafts | None]:
         """How this rank's stage runs steps, and what it sends the front for the next ones."""
         context, table = self._context, self._table
         stage, config = context.stage, context.config
         caches, max_rows = context.storage.caches(), config.schedule.max_rows
         group, is_staged = 1 + config.spec.draft_tokens, context.mesh.pp > 1
-        relay = None
-        if is_staged:
-            pipeline = stage.groups.pipeline
-            relay = Relay(pipeline, stage.place, stage.in_layout, stage.dtype, stage.device)
-            if not isinstance(runner, Eager | None):
-                raise ValueError(
-                    "steps over stages cannot be recorded: their frames lie elsewhere each time"
-                )
+        if is_staged and not isinstance(runner, Eager | None):
+            raise ValueError(
+                "steps over stages cannot be recorded: their frames lie elsewhere each time"
+            )
         if relay is not None and not stage.place.is_last:
             step = RelayStep(
                 stage,
@@ -126,6 +135,8 @@ class DecodeRank:
     def warm_up(self) -> None:
         """Touch every kernel on the dummy row before the first request."""
         self._context.storage.zero_slot(DUMMY_SLOT)
+        if self._chunks is not None:
+            self._chunks.warm_up()
         for bucket in (1, self._max_rows):
             self._step.warm_up(bucket)
             self._context.plans.send(_progress(bucket, self._max_rows))
@@ -137,6 +148,9 @@ class DecodeRank:
             raise ValueError(
                 f"plan {plan.step_id} after plan {self._last_step}: plans must be dense"
             )
+        if plan.chunks and self._chunks is not None and not plan.verify_rows:
+            self._last_step = plan.step_id
+            return self._chunks.launch(plan, received_s)
         fits = 1 <= plan.group_len <= self._step.group
         if not fits or plan.chunks or not plan.verify_rows:
             raise ValueError(
@@ -146,6 +160,8 @@ class DecodeRank:
         self._last_step = plan.step_id
         apply_rows(self._table, plan)
         place_rows(self._table, plan.verify_rows)
+        if self._chunks is not None:
+            self._chunks.open(plan.open_rows)
         drafting = [row for row in plan.open_rows if row.draft_len and not plan.no_drafts]
         self._drafted.difference_update(row.row for row in plan.open_rows)
         self._drafted.update(row.row for row in drafting)
@@ -161,7 +177,7 @@ class DecodeRank:
         seen = {row.row for row in judged}
         self._drafted = self._drafted - seen if plan.no_drafts else self._drafted | seen
         event = self._context.device.record()
-        return Launched(plan, outcome, n_drafts, next_drafts, event, received_s)
+        return LaunchedGroups(plan, outcome, n_drafts, next_drafts, event, received_s)
 
     def _run(
         self, plan: plan_pb2.StepPlan, judged: list[plan_pb2.VerifyRow], n_drafts: tuple[int, ...]
@@ -190,6 +206,8 @@ class DecodeRank:
 
     def answer(self, launched: Launched) -> plan_pb2.StepResult:
         """The acknowledgement of a step; waits for the device."""
+        if isinstance(launched, LaunchedChunks):
+            return launched.answer()
         result = plan_pb2.StepResult(step_id=launched.plan.step_id)
         entries = [
             result.rows.add(row=row.row, epoch=row.epoch) for row in launched.plan.verify_rows
@@ -227,7 +245,8 @@ def run(context: RankContext) -> None:
     context.plans.send(plan_pb2.RankMessage(ready=plan_pb2.RankReady()))
     place = context.stage.place
     answers = place.is_last and place.shard.index == 0  # one acknowledgement per plan for the group
-    depth = plan_depth(context.config).steps
+    limits = plan_depth(context.config)
+    depth = limits.steps + limits.prompts
     pending: deque[Launched] = deque()
     while True:
         messages = _next_messages(context, pending)
@@ -255,12 +274,27 @@ def run(context: RankContext) -> None:
                 oldest.event.synchronize()
 
 
-def _drafting(context: RankContext, table: RowTable) -> Drafting | None:
-    pool, drafter, config = context.storage.draft, context.drafter, context.config
-    if drafter is None or pool is None:
+def _relay(context: RankContext) -> Relay | None:
+    """The way of all frames, over stages."""
+    stage = context.stage
+    if context.mesh.pp == 1:
         return None
-    ring = DraftRing(pool, speculation.places(config, context.spec), config.spec.draft_window)
-    return Drafting(drafter, ring, table)
+    pipeline = stage.groups.pipeline
+    return Relay(pipeline, stage.place, stage.in_layout, stage.dtype, stage.device)
+
+
+def _ring(context: RankContext) -> DraftRing | None:
+    pool, config = context.storage.draft, context.config
+    if context.drafter is None or pool is None:
+        return None
+    return DraftRing(pool, speculation.places(config, context.spec), config.spec.draft_window)
+
+
+def _drafting(context: RankContext, table: RowTable) -> Drafting | None:
+    ring = _ring(context)
+    if context.drafter is None or ring is None:
+        return None
+    return Drafting(context.drafter, ring, table)
 
 
 def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_pb2.FrontMessage]:

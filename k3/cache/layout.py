@@ -11,8 +11,9 @@ layers). Everything one request moves lies together, so one page or one head ran
 | conv   | slot | [heads, kda_layers, 3 (q, k, v), dim, width - 1] | head_shard   | yes  |
 | draft  | page | `DraftSpec.place_shape`, last stage              | replicated or head_shard | yes |
 
-At decode a unit of `draft` is one page place of a slot's ring: `columns` of them belong to a slot. What takes a verify
-group back (`Rollback`) lies beside the fields and is never sent.
+At decode a unit of `draft` is one page place of a slot's ring: `columns` of them belong to a slot. A decode instance
+that finds prompts in a cache of its own keeps the rows in pages as well: field `context`, shaped like `draft`, never
+sent. What takes a verify group back (`Rollback`) lies beside the fields and is never sent either.
 
 Pure arithmetic: no torch. `k3/cache/storage.py` allocates, `k3/transfer/plan.py` computes copies.
 """
@@ -33,6 +34,7 @@ from k3.parallel.mesh import Mesh
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 PROTO_VERSION = 1
+DRAFT_ROWS = ("draft", "context")
 
 
 class Unit(Enum):
@@ -161,6 +163,7 @@ def build_layout(
     records: int = 0,
     draft: DraftSpec | None = None,
     draft_places: int = 0,
+    keeps_context: bool = False,
 ) -> CacheLayout:
     """Fields of a rank on `stage`.
 
@@ -168,6 +171,7 @@ def build_layout(
     columns: pool slots per state slot (1, or k + 1 for snapshots of a verify group).
     records: tokens of a verify group whose records are kept instead (replay: k + 1); then columns must be 1.
     draft: the drafter whose rows are kept; draft_places: page places of each slot's ring, 0 = rows lie in pages.
+    keeps_context: rows lie in pages as well.
     """
     if records and columns != 1:
         raise ConfigError(
@@ -192,7 +196,9 @@ def build_layout(
         fields.append(Field("kda", Unit.SLOT, state, state_dtype, head, kda, columns))
         fields.append(Field("conv", Unit.SLOT, conv, dtype, head, kda))
     if draft is not None and stage == mesh.pp - 1:
-        fields.append(_draft_field(draft, shards, page_tokens, dtype, draft_places))
+        fields.append(_draft_field("draft", draft, shards, page_tokens, dtype, draft_places))
+        if keeps_context:
+            fields.append(_draft_field("context", draft, shards, page_tokens, dtype))
     return CacheLayout(
         page_tokens=page_tokens,
         kv_dtype=dtype,
@@ -215,9 +221,11 @@ def build_layout(
     )
 
 
-def _draft_field(draft: DraftSpec, shards: int, page_tokens: int, dtype: str, places: int) -> Field:
+def _draft_field(
+    name: str, draft: DraftSpec, shards: int, page_tokens: int, dtype: str, places: int = 0
+) -> Field:
     return Field(
-        "draft",
+        name,
         Unit.SLOT if places else Unit.PAGE,
         draft.place_shape(page_tokens, shards),
         dtype,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3.cache.layout import CacheLayout, Field, Unit
+from k3.cache.layout import DRAFT_ROWS, CacheLayout, Field, Unit
 from k3.errors import ConfigError
 from k3.model.batch import StageCaches
 from k3.model.layers import torch_dtype
@@ -89,6 +89,12 @@ class Storage:
     def draft(self) -> Tensor | None:
         """The drafter's rows, [units, ..., page_tokens, width], or None without a drafter on this stage."""
         return self.pools.get("draft")
+
+    @property
+    def draft_pages(self) -> Tensor | None:
+        """Those of them that lie in pages; None where there are none."""
+        paged = [f.name for f in self.layout.fields if f.unit is Unit.PAGE and f.name in DRAFT_ROWS]
+        return self.pools[paged[0]] if paged else None
 
     def zero_tail(self, page: int, rows: int) -> None:
         """Zero the rows `rows ..` of a page in every page field: nothing unwritten leaves this rank."""

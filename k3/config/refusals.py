@@ -34,19 +34,10 @@ from k3.config.tree import EngineConfig, RouterConfig
 from k3.model.spec import K3Spec
 
 PREFILL, DECODE, ENGINES = ("prefill",), ("decode", "both"), ("prefill", "decode", "both")
-NOT_YET = "not available in this version"
+COMPUTES = ("prefill", "both")  # prompts
 GPU_ATTENTION = ("triton", "flashmla", "flashinfer")
 
 ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
-    Rule(
-        "ROLE_BOTH",
-        DECODE,
-        ("role",),
-        "role = both",
-        f"a decode instance that also computes prompts is {NOT_YET}",
-        "run k3-prefill beside k3-decode",
-        lambda c: c.role == "both",
-    ),
     Rule(
         "MODEL_FOLDER",
         ENGINES,
@@ -111,6 +102,35 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         lambda c: c.role == "both" and c.parallel.cp > 1,
     ),
     Rule(
+        "LOCAL_PREFILL_CP",
+        DECODE,
+        ("schedule.local_prefill_max", "parallel.cp"),
+        "schedule.local_prefill_max > 0 together with parallel.cp > 1",
+        "chunks of a prompt run on one rank's pages, not on a ledger spread over ranks",
+        "set schedule.local_prefill_max=0 and let prefill compute every prompt, or set parallel.cp=1",
+        lambda c: c.schedule.local_prefill_max > 0 and c.parallel.cp > 1,
+    ),
+    Rule(
+        "LOCAL_PREFILL_BUDGET",
+        ("decode",),
+        ("schedule.local_prefill_max", "schedule.token_budget", "cache.page_tokens"),
+        "schedule.local_prefill_max > 0 with schedule.token_budget < cache.page_tokens",
+        "a step must be able to complete at least one page",
+        "raise schedule.token_budget or lower cache.page_tokens",
+        lambda c: (
+            c.schedule.local_prefill_max > 0 and c.schedule.token_budget < c.cache.page_tokens
+        ),
+    ),
+    Rule(
+        "LOCAL_PREFILL_ROLE",
+        ("prefill", "both"),
+        ("role", "schedule.local_prefill_max"),
+        "schedule.local_prefill_max > 0 on an instance that computes every prompt",
+        "the bound says which prompts a decode instance takes from prefill instances",
+        "leave schedule.local_prefill_max at 0, or start the instance as plain decode",
+        lambda c: c.schedule.local_prefill_max > 0,
+    ),
+    Rule(
         "HELIX_PIPELINE",
         DECODE,
         ("parallel.cp", "parallel.pp"),
@@ -122,16 +142,16 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     *SPEC_RULES,
     Rule(
         "PREFIX_ON_DECODE",
-        DECODE,
+        ("decode",),
         ("cache.prefix",),
-        "cache.prefix = on for decode",
-        "decode reuses no pages between requests; the prefix cache is prefill's",
-        "set cache.prefix=off on decode",
+        "cache.prefix = on for plain decode",
+        "decode reuses no pages between requests; the prefix cache is where prompts are computed",
+        "set cache.prefix=off on decode, or role=both for an instance that computes every prompt",
         lambda c: c.cache.prefix == "on",
     ),
     Rule(
         "PREFIX_INTERVAL",
-        PREFILL,
+        COMPUTES,
         ("cache.prefix", "cache.checkpoint_interval", "cache.page_tokens"),
         "cache.prefix = on with cache.checkpoint_interval < cache.page_tokens",
         "states are kept at page boundaries, and pages without a state behind them cannot be used again",
@@ -158,7 +178,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "BUDGET_PAGE",
-        PREFILL,
+        COMPUTES,
         ("schedule.token_budget", "cache.page_tokens"),
         "schedule.token_budget < cache.page_tokens",
         "a step must be able to complete at least one page",
@@ -167,7 +187,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "CHUNK_COSTS",
-        PREFILL,
+        COMPUTES,
         ("schedule.chunk_costs",),
         "schedule.chunk_costs is not four numbers from 0, the last two not both 0",
         "the length of a chunk is computed from them",

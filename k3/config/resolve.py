@@ -75,7 +75,7 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
     """Everything that does not depend on the model: device, dtype, exchange, rollback, kernels, threads, port."""
     cache, backends, schedule = config.cache, config.backends, config.schedule
     extra = schedule.max_queue if config.role == "prefill" else 1  # decode keeps one dummy slot
-    if config.role == "prefill" and cache.prefix == "on":
+    if config.role != "decode" and cache.prefix == "on":
         checkpoints = cache.checkpoints or 2 * schedule.max_rows + config.parallel.pp
         cache = replace(cache, checkpoints=checkpoints)
         extra += checkpoints
@@ -141,6 +141,7 @@ def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
             records=speculation.records(config),
             draft=speculation.drafter(config),
             draft_places=speculation.places(config, spec),
+            keeps_context=speculation.keeps_context(config),
         ).pages_for(cache.memory_bytes, cache.state_slots)
         for stage in range(mesh.pp)
     )

@@ -76,7 +76,8 @@ def markdown(rules: Iterable[Rule[Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     for rule in rules:
-        who = ", ".join("k3-" + role for role in rule.roles if role != "both")
+        names = [r for r in rule.roles if r != "both" or "decode" not in rule.roles]
+        who = ", ".join("k3-decode --role both" if r == "both" else f"k3-{r}" for r in names)
         lines.append(f"| {rule.code} | {who} | {rule.when} | {rule.why} | {rule.remedy} |")
     return "\n".join(lines) + "\n"
 

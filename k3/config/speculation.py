@@ -55,6 +55,11 @@ def window(config: EngineConfig, spec: K3Spec) -> int:
     return -(-tokens // page) * page
 
 
+def keeps_context(config: EngineConfig) -> bool:
+    """Whether rows lie in pages beside the rings: where decode finds prompts in a cache of its own."""
+    return config.role == "both" and config.cache.prefix == "on" and has_drafter(config)
+
+
 def places(config: EngineConfig, spec: K3Spec) -> int:
     """Page places of a slot's draft ring; 0 where rows lie in pages, or nowhere."""
     if config.role == "prefill" or not has_drafter(config):

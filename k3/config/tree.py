@@ -79,11 +79,11 @@ class CacheConfig:
     memory_bytes: int = key(512 << 20, "bytes for all pools of one rank", unit="bytes", least=1)
     state_slots: int = key(
         0,
-        "state slots; 0 = max_rows + max_queue + checkpoints on prefill, max_rows + 1 on decode",
+        "state slots; 0 = checkpoints + max_rows + max_queue on prefill, + max_rows + 1 on decode",
         least=0,
     )
     fill_nan: bool = key(False, "fill fresh pools with NaN, so that a read of unowned memory shows")
-    prefix: str = key("off", "hybrid prefix cache on prefill", choices=("off", "on"))
+    prefix: str = key("off", "hybrid prefix cache of computed prompts", choices=("off", "on"))
     checkpoints: int = key(
         0, "state slots for checkpoints beside those of requests; 0 = 2 * max_rows + pp", least=0
     )
@@ -118,6 +118,9 @@ class ScheduleConfig:
         64, "requests that may wait in this service; more are refused at once", least=0
     )
     token_budget: int = key(512, "prompt tokens of one prefill step", unit="tokens", least=1)
+    local_prefill_max: int = key(
+        0, "prompts up to this length are computed by decode itself", unit="tokens", least=0
+    )
     chunk_costs: str = key(
         "",
         "prefill: relative costs of a step, a cached token, a token and a pair of tokens, as in 40,0,2,0.001; "

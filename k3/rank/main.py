@@ -39,6 +39,7 @@ from k3.rank.mover import Mover, MoverCore
 from k3.rank.process import TOKEN_VARIABLE
 from k3.transfer.agent import Region, TransferAgent
 from k3.transfer.nixl import NIXL_VERSION, NixlAgent
+from k3.transfer.none import LIBRARY, NoAgent
 from k3.transfer.plan import Sharding
 from k3.v1 import plan_pb2
 
@@ -147,6 +148,7 @@ def _serve(
         records=speculation.records(config),
         draft=draft,
         draft_places=draft_places,
+        keeps_context=speculation.keeps_context(config),
     )
     storage = Storage(
         layout,
@@ -263,7 +265,11 @@ def _make_core(
         device = next(iter(storage.pools.values())).device
         torch.zeros(1, device=device).item()  # makes the GPU's context current in this thread
 
+    is_alone = config.role == "both"
+
     def build() -> TransferAgent:
+        if is_alone:
+            return NoAgent(f"{setup.instance_id}-r{rank}")
         agent = NixlAgent(f"{setup.instance_id}-r{rank}")
         agent.register(regions)
         agent.check_idle_cpu()
@@ -276,7 +282,7 @@ def _make_core(
         layout=layout,
         config=config.transfer,
         build=build,
-        library_version=NIXL_VERSION,
+        library_version=LIBRARY if is_alone else NIXL_VERSION,
         now=time.monotonic(),
     )
 

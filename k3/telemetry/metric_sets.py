@@ -130,8 +130,8 @@ class SpecMetrics:
         )
         self.bootstrap = d.counter(
             "k3_draft_bootstrap_total",
-            "Requests by how their drafter started: on rows from prefill, or on none.",
-            kind=("transferred", "cold"),
+            "Requests by how their drafter started: on rows from prefill, on rows computed here, or on none.",
+            kind=("transferred", "local", "cold"),
         )
         self.gate_open = d.gauge(
             "k3_spec_gate_open", "1 while steps propose drafts, 0 while the gate is closed."
@@ -157,6 +157,19 @@ class SpecMetrics:
             self.accepted.inc(n_accepted)
             for position in range(n_accepted):
                 self.accepted_at.labels(str(position)).inc()
+
+
+class LocalPrefillMetrics:
+    """Prompts that a decode instance computed itself."""
+
+    def __init__(self, d: Declare) -> None:
+        self.prompts = d.counter("k3_local_prefill_prompts_total", "Prompts computed in place.")
+        self.tokens = d.counter("k3_local_prefill_tokens_total", "Prompt tokens computed in place.")
+        self.step_s = d.histogram(
+            "k3_local_prefill_step_seconds",
+            "One step of prompts in place: receipt of the plan to its end.",
+            LATENCY_S,
+        )
 
 
 class PrefixMetrics:

@@ -18,6 +18,7 @@ from k3.telemetry.metric_sets import (
     LATENCY_S,
     CommonMetrics,
     LoadMetrics,
+    LocalPrefillMetrics,
     PrefixMetrics,
     SpecMetrics,
     TransferMetrics,
@@ -119,6 +120,8 @@ class DecodeMetrics(EngineMetrics):
             "k3_decode_tokens_total", "Tokens emitted, the first ones excluded."
         )
         self.spec = SpecMetrics(d)
+        self.local = LocalPrefillMetrics(d)
+        self.prefix = PrefixMetrics(d)
         self.draft_slots = d.gauge(
             "k3_draft_slots",
             "Draft rings by state; every state slot has one where drafts are made.",

@@ -92,11 +92,12 @@ class StateRow:
 
 @dataclass(slots=True)
 class StateSlots:
-    """Slots 0..n_slots - 1. has_holds: several plans may be in flight, so `fork_hold` needs its hold."""
+    """Slots first .. first + n_slots - 1; has_holds: several plans may be in flight, so `fork_hold` needs its hold."""
 
     n_slots: int
     mode: Mode = Mode.FORK_AT_SCHEDULE
     has_holds: bool = True
+    first: int = 0
     counters: CheckpointCounters = field(default_factory=CheckpointCounters)
     _vacant: list[int] = field(init=False)
     _live: set[int] = field(default_factory=set[int])
@@ -109,7 +110,7 @@ class StateSlots:
     def __post_init__(self) -> None:
         if self.n_slots < 1:
             raise ValueError(f"n_slots={self.n_slots}: must be at least 1")
-        self._vacant = list(range(self.n_slots))
+        self._vacant = list(range(self.first, self.first + self.n_slots))
 
     # ------------------------------------------------------------ what is there
 
@@ -174,6 +175,14 @@ class StateSlots:
         self._evicted.append(key)
         del self._unread[source]
         return self._tenant(source)
+
+    def resume(self, tenant: Tenant, key: bytes) -> None:
+        """Continue a request of which nothing is planned yet from the checkpoint `key`, whatever it had before."""
+        source = self._index[key]
+        self._pin(source)
+        if tenant.source != NO_SLOT:
+            self._unpin(tenant.source)
+        tenant.source = source
 
     def close(self, tenant: Tenant) -> None:
         """Its request is planned no further: hold and pending read are dropped, its rows in flight file nothing.

@@ -57,17 +57,22 @@ def gate(
 class Prompt:
     """What the cache must know of a prompt. chain: hash of every whole page, () = not cached.
 
-    takes_hits: false for prompts of which every token must be computed.
+    takes_hits: false for prompts of which every token must be computed. room: pages it takes at least, more than its
+    own where tokens are to follow it in place.
     """
 
     length: int
     chain: tuple[bytes, ...] = ()
     takes_hits: bool = True
+    room: int = 0
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Holding:
-    """What one running prompt holds. pages: all of it, in order; the first ones may be shared. start: tokens found."""
+    """What one running prompt holds. pages: all of it, in order; the first ones may be shared. start: tokens found.
+
+    Frozen once its first chunk is planned; until then `PrefixCache.begin` may find more.
+    """
 
     prompt: Prompt
     pages: tuple[int, ...]
@@ -109,6 +114,7 @@ class PrefixCache:
     mode: Mode = Mode.FORK_AT_SCHEDULE
     has_holds: bool = True
     on_event: OnEvent = unheard
+    first_slot: int = 0
     counters: CacheCounters = field(default_factory=CacheCounters)
     slots: StateSlots = field(init=False)
     _pages: PagePool = field(init=False)
@@ -118,7 +124,7 @@ class PrefixCache:
     _orphans: list[bytes] = field(default_factory=list[bytes])
 
     def __post_init__(self) -> None:
-        self.slots = StateSlots(self.n_slots, self.mode, self.has_holds)
+        self.slots = StateSlots(self.n_slots, self.mode, self.has_holds, self.first_slot)
         self._pages = PagePool(self.n_pages, self._evicted)
 
     # ------------------------------------------------------------ what is there
@@ -175,11 +181,21 @@ class PrefixCache:
         """
         shared = self._pages.n_held(self._index[h] for h in prompt.chain[: found.hit])
         n_slots = 1 + (found.hit > 0 and self.slots.is_unread(prompt.chain[found.hit - 1]))
-        return self.pages_for(prompt.length) - shared, n_slots
+        return self._room(prompt) - shared, n_slots
 
     def start(self, prompt: Prompt) -> Holding | None:
         """Take pages and a state slot for the whole prompt; None, and nothing taken, when they do not suffice."""
         found = self.look(prompt)
+        holding = self._take(prompt, found)
+        if holding is not None:
+            self._count(prompt, found)
+        return holding
+
+    def reserve(self, prompt: Prompt) -> Holding | None:
+        """As `start`, for a prompt that waits with its memory in hand until `begin`."""
+        return self._take(prompt, self.look(prompt))
+
+    def _take(self, prompt: Prompt, found: Gate) -> Holding | None:
         n_pages, _ = self.cost(prompt, found)
         if n_pages > self._pages.available:
             return None
@@ -188,11 +204,26 @@ class PrefixCache:
             return None
         shared = tuple(self._index[h] for h in prompt.chain[: found.hit])
         self._pages.retain(shared)
-        own = self._pages.allocate(self.pages_for(prompt.length) - found.hit)
+        own = self._pages.allocate(self._room(prompt) - found.hit)
         self._tell_removed()
-        self._count(prompt, found)
         start = found.hit * self.ladder.page_tokens
         return Holding(prompt, shared + own, tenant, start, found.demand)
+
+    def begin(self, holding: Holding) -> None:
+        """The first chunk is about to be planned: take what came to be cached since the reservation, and count."""
+        prompt, page_tokens = holding.prompt, self.ladder.page_tokens
+        before, found = holding.start // page_tokens, self.look(holding.prompt)
+        if found.hit <= before:
+            found = Gate(max(before, found.chain), max(before, found.wanted), before, found.demand)
+        else:
+            self.slots.resume(holding.tenant, prompt.chain[found.hit - 1])
+            shared = tuple(self._index[h] for h in prompt.chain[before : found.hit])
+            self._pages.retain(shared)
+            self._pages.release(holding.pages[before : found.hit])
+            holding.pages = (*holding.pages[:before], *shared, *holding.pages[found.hit :])
+            holding.start = found.hit * page_tokens
+        holding.demand = found.demand if found.demand > holding.start else 0
+        self._count(prompt, found._replace(demand=holding.demand))
 
     def close(self, holding: Holding) -> None:
         """Its prompt is planned no further and caches nothing more; pages and slot stay until `release`. Idempotent."""
@@ -245,6 +276,9 @@ class PrefixCache:
         return n_pages, n_checkpoints
 
     # ------------------------------------------------------------ steps
+
+    def _room(self, prompt: Prompt) -> int:
+        return max(self.pages_for(prompt.length), prompt.room)
 
     def _publish(self, row: Row) -> None:
         """Make the pages that the row completed visible; a page that is there already stays the one."""

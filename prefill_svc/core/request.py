@@ -52,7 +52,8 @@ class PrefillRequest:
 
     planned: tokens that plans already cover, found ones included; runs ahead of what is acknowledged. While the prompt
       waits: what it would find in the cache now.
-    holding: pages and slots, from the start on.
+    holding: pages and slots, from the start on; from its arrival if is_adopted: then they are somebody else's to give
+      back.
     last_step: newest plan that served it, or the newest plan at its arrival.
     """
 
@@ -65,6 +66,7 @@ class PrefillRequest:
     planned: int = 0
     started_s: float = 0.0
     holding: Holding | None = None
+    is_adopted: bool = False
 
     @property
     def prompt_len(self) -> int:

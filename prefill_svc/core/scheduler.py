@@ -15,91 +15,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from k3.cache.pages import PageCounts
 from k3.errors import QueueFull, RequestRejected
 from prefill_svc.core.budget import Budget
 from prefill_svc.core.cache_events import OnEvent, unheard
-from prefill_svc.core.checkpoints import NO_SLOT, Mode, StateCounts
-from prefill_svc.core.chunk_size import ChunkCost
+from prefill_svc.core.checkpoints import Mode, StateCounts
 from prefill_svc.core.ladder import Ladder
-from prefill_svc.core.prefix_cache import PrefixCache, Prompt, Row
+from prefill_svc.core.plan import Chunk, Plan, Policy
+from prefill_svc.core.prefix_cache import Holding, PrefixCache, Prompt, Row
 from prefill_svc.core.request import Event, PrefillRequest, State
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Numbers that decide how steps are filled.
-
-    token_budget: prompt tokens of one step, all prompts together.
-    max_inflight: plans that may wait for their acknowledgement (= pipeline stages).
-    chunk_align: lengths of chunks that do not end a prompt are multiples of it where the budget allows.
-    max_running: prompts being computed at once.
-    max_queue: prompts that may wait for one of those places.
-    short_len: a prompt with at most this many tokens left counts as short.
-    short_share: part of the budget kept for short prompts.
-    max_long: long prompts in the making at once.
-    chunk_cost: shortens chunks as the prefix grows; None = one length.
-    """
-
-    token_budget: int
-    max_inflight: int
-    chunk_align: int
-    max_running: int
-    max_queue: int
-    short_len: int
-    short_share: float = 0.25
-    max_long: int = 1
-    chunk_cost: ChunkCost | None = None
-
-    def __post_init__(self) -> None:
-        positive = {
-            "token_budget": self.token_budget,
-            "max_inflight": self.max_inflight,
-            "chunk_align": self.chunk_align,
-            "max_running": self.max_running,
-            "max_long": self.max_long,
-        }
-        for name, value in positive.items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of one prompt, frozen when it was planned.
-
-    read_slot: state slot to continue from, NO_SLOT = zero state. copy_slot: slot that gets a copy of the state after.
-    """
-
-    key: int
-    epoch: int
-    start: int
-    length: int
-    is_final: bool
-    pages: tuple[int, ...]
-    read_slot: int
-    write_slot: int
-    copy_slot: int = NO_SLOT
-
-    @property
-    def end(self) -> int:
-        """Prompt tokens in the caches once the chunk is computed."""
-        return self.start + self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step. `step_id` is dense and starts at 1."""
-
-    step_id: int
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def n_tokens(self) -> int:
-        """Prompt tokens of the step."""
-        return sum(chunk.length for chunk in self.chunks)
 
 
 class PrefillScheduler:
@@ -115,12 +40,13 @@ class PrefillScheduler:
         ladder: Ladder | None = None,
         mode: Mode = Mode.FORK_AT_SCHEDULE,
         on_event: OnEvent = unheard,
+        first_slot: int = 0,
     ) -> None:
         """n_pages, n_slots: what may be handed out; dummies are not among them. ladder: None = no checkpoints."""
         self.policy = policy
         self.ladder = ladder = ladder or Ladder(page_tokens)
         has_holds = policy.max_inflight > 1
-        self.cache = PrefixCache(n_pages, n_slots, ladder, mode, has_holds, on_event)
+        self.cache = PrefixCache(n_pages, n_slots, ladder, mode, has_holds, on_event, first_slot)
         self._requests: dict[int, PrefillRequest] = {}
         self._waiting: deque[PrefillRequest] = deque()
         self._running: dict[int, PrefillRequest] = {}
@@ -157,10 +83,19 @@ class PrefillScheduler:
                 f"{len(self._waiting)} prompts wait already, schedule.max_queue="
                 f"{self.policy.max_queue}; try later or another instance"
             )
+        return self._queue(key, Prompt(prompt_len, chain, takes_hits), now)
+
+    def adopt(self, key: int, holding: Holding, now: float) -> PrefillRequest:
+        """Queue a prompt whose memory somebody else reserved, and takes back after `release`."""
+        return self._queue(key, holding.prompt, now, holding)
+
+    def _queue(
+        self, key: int, prompt: Prompt, now: float, holding: Holding | None = None
+    ) -> PrefillRequest:
         if key in self._requests:
             raise AssertionError(f"request {key} was submitted twice")
-        prompt = Prompt(prompt_len, chain, takes_hits)
         request = PrefillRequest(key, 1, prompt, now, self._last_step)
+        request.holding, request.is_adopted = holding, holding is not None
         self._requests[key] = request
         self._waiting.append(request)
         return request
@@ -190,7 +125,7 @@ class PrefillScheduler:
         if request.state is not State.ABORTED:
             request.on(Event.RELEASE)
         del self._requests[key]
-        if request.holding is not None:
+        if request.holding is not None and not request.is_adopted:
             self.cache.release(request.holding)
 
     # ------------------------------------------------------------ plan and acknowledgement
@@ -339,10 +274,15 @@ class PrefillScheduler:
         pages, slots = self.cache.available_pages, self.cache.available_slots
         for request in self._waiting:
             gate = self.cache.look(request.prompt)
-            request.planned = gate.hit * self.ladder.page_tokens
+            reserved = request.hit_tokens
+            request.planned = max(reserved, gate.hit * self.ladder.page_tokens)
             is_long = not self._is_short(request)
             if is_long and n_long >= self.policy.max_long:
                 continue  # a short prompt may pass a long one that waits for its turn, but never for memory
+            if request.holding is not None:
+                found.append(request)
+                n_long += is_long
+                continue
             n_pages, n_slots = self.cache.cost(request.prompt, gate)
             pages -= n_pages
             places -= 1
@@ -365,7 +305,11 @@ class PrefillScheduler:
 
     def _start(self, request: PrefillRequest, now: float) -> bool:
         """Take memory for a waiting prompt; false when an earlier start of this step took what it had counted on."""
-        holding = self.cache.start(request.prompt)
+        holding = request.holding
+        if holding is not None:
+            self.cache.begin(holding)
+        else:
+            holding = self.cache.start(request.prompt)
         if holding is None:
             return False
         request.holding, request.planned, request.started_s = holding, holding.start, now

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from k3.cache.storage import Storage
 from k3.model.batch import ChunkBatch
-from k3.model.draft_ring import write_rows
+from k3.model.draft_ring import DraftRing, write_rows
 from k3.model.dspark import DraftContext
 from k3.model.k3 import Stage
 from k3.parallel.frame import Frame
@@ -95,14 +95,20 @@ class ChunkStage:
         storage: Storage,
         page_tokens: int,
         draft_context: DraftContext | None = None,
+        *,
+        draft_ring: DraftRing | None = None,
+        relay: Relay | None = None,
     ) -> None:
-        """draft_context: writes the drafter's rows beside the latents, on the last stage."""
-        self._draft_context = draft_context
+        """draft_context: writes the drafter's rows on the last stage, beside the latents, or into a ring where given.
+
+        relay: frames in and out, where this rank runs steps of another kind over the same stages.
+        """
+        self._draft_context, self._draft_ring = draft_context, draft_ring
         self.stage = stage
         self.storage = storage
         self.page_tokens = page_tokens
         self._caches = storage.caches()
-        self._relay = Relay(
+        self._relay = relay or Relay(
             stage.groups.pipeline, stage.place, stage.in_layout, stage.dtype, stage.device
         )
 
@@ -135,13 +141,21 @@ class ChunkStage:
         self, taps_TXD: Tensor, batch: ChunkBatch, chunks: Sequence[StageChunk]
     ) -> None:
         """One row per token at its absolute position, whatever chunk it came in."""
-        pool = self.storage.draft
-        if self._draft_context is None or pool is None:
+        pool, ring, device = self.storage.draft_pages, self._draft_ring, self.stage.device
+        if self._draft_context is None:
             return
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
-        rows = self._draft_context(taps_TXD, positions.to(self.stage.device))
-        p = self.page_tokens
-        write_rows(pool, batch.slot_T // p, batch.slot_T % p, rows)
+        rows = self._draft_context(taps_TXD, positions.to(device))
+        if ring is not None:
+            # A chunk longer than the ring would meet itself there: only its end is kept.
+            oldest = [chunk.end - ring.places * ring.page_tokens for chunk in chunks]
+            lengths = torch.tensor([len(chunk.token_ids) for chunk in chunks])
+            keep_T = positions >= torch.tensor(oldest).repeat_interleave(lengths)
+            slot_T = torch.tensor(batch.write_slots).repeat_interleave(lengths)
+            ring.write(rows, slot_T.to(device), positions.to(device), keep_T.to(device))
+        elif pool is not None:
+            p = self.page_tokens
+            write_rows(pool, batch.slot_T // p, batch.slot_T % p, rows)
 
     def batch(self, chunks: Sequence[StageChunk]) -> ChunkBatch:
         """The chunks side by side, with the place of every token in the pools."""

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decode_svc.capacity import worst_len
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.request import DecodeRequest, RequestSpec, State
 from decode_svc.scheduler import DecodeScheduler, Emitted, Hold, Limits, Plan
 from k3.cache.pages import PagePool
@@ -35,8 +36,7 @@ class Simulation(RuleBasedStateMachine):
         self.scheduler = DecodeScheduler(
             Ledger(P, cp),
             self.limits,
-            pages=PagePool(N_PAGES),
-            state_slots=SlotPool(N_SLOTS, first=1),
+            memory=PoolMemory(PagePool(N_PAGES), SlotPool(N_SLOTS, first=1)),
             rows=SlotPool(N_ROWS, first=1),
         )
         self.requests: list[DecodeRequest] = []
@@ -196,13 +196,13 @@ class Simulation(RuleBasedStateMachine):
         held = [page for h in holders for page in h.pages]
         quarantined = [page for hold in self.holds for page in hold.pages]
         assert len(set(held + quarantined)) == len(held) + len(quarantined)
-        counts = scheduler.pages.counts()
+        counts = scheduler.memory.page_counts()
         assert (counts.held, counts.quarantined) == (len(held), len(quarantined))
         assert counts.free == N_PAGES - len(held) - len(quarantined)
-        slots = scheduler.state_slots.counts()
+        slots = scheduler.memory.slot_counts()
         assert (slots.held, slots.quarantined) == (len(holders), len(self.holds))
         assert scheduler.rows.counts().held == len(holders)
-        dummies = [h for h in holders if h.state_slot.index == 0 or h.row.index == 0]
+        dummies = [h for h in holders if h.state_slot == 0 or h.row.index == 0]
         assert not dummies
 
     @invariant()
@@ -233,8 +233,8 @@ class Simulation(RuleBasedStateMachine):
         assert all(r.state is State.GONE for r in self.requests), self._in(
             *set(State) - {State.GONE}
         )
-        assert self.scheduler.pages.counts().free == N_PAGES
-        assert self.scheduler.state_slots.counts().free == N_SLOTS
+        assert self.scheduler.memory.page_counts().free == N_PAGES
+        assert self.scheduler.memory.slot_counts().free == N_SLOTS
         assert self.scheduler.rows.counts().free == N_ROWS
         assert self.scheduler.open_requests() == []
 

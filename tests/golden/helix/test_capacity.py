@@ -14,6 +14,7 @@ from decode_svc.capacity import (
     worst_len,
 )
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.request import DecodeRequest, RequestSpec, State
 from decode_svc.scheduler import DecodeScheduler, Limits
 from k3.cache.pages import PagePool
@@ -96,8 +97,7 @@ class _Story:
                 depth=trace["in_flight"] + 1,
                 draft_tokens=trace["draft_len"],
             ),
-            pages=PagePool(trace["total_blocks"]),
-            state_slots=SlotPool(trace["slots"], first=1),
+            memory=PoolMemory(PagePool(trace["total_blocks"]), SlotPool(trace["slots"], first=1)),
             rows=SlotPool(trace["slots"], first=1),
         )
         self.requests: dict[str, DecodeRequest] = {}
@@ -142,5 +142,5 @@ def test_admission_follows_the_published_trace(trace: dict) -> None:
         assert sorted(story.names(State.RUNNING)) == sorted(step["running"]), step
         assert story.names(State.QUEUED) == step["queued"], step
         assert story.refused == step["refused"], step
-        assert story.scheduler.pages.available == step["free_blocks"], step
+        assert story.scheduler.memory.page_counts().free == step["free_blocks"], step
         assert story.scheduler.rows.available == step["free_slots"], step

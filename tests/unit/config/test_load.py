@@ -335,8 +335,8 @@ def test_check_lists_everything_that_context_parallel_decode_does_not_go_with():
     done = run("decode", "--check", "--config", str(EXAMPLES / "helix-refused.yaml"))
     assert done.returncode == 2
     for code in (
-        *("HELIX_BOTH", "HELIX_PIPELINE", "HEADS", "PREFIX_ON_DECODE", "PAGE_TOKENS"),
-        *("ROLE_BOTH", "DRAFTS_WITHOUT_DRAFTER", "GATE_HELIX", "CONFIDENCE_HELIX"),
+        *("HELIX_BOTH", "HELIX_PIPELINE", "HEADS", "LOCAL_PREFILL_CP", "PAGE_TOKENS"),
+        *("DRAFTS_WITHOUT_DRAFTER", "GATE_HELIX", "CONFIDENCE_HELIX"),
     ):
         assert code in done.stdout
     judged = load.load_engine("decode", CommandLine({}, file=EXAMPLES / "helix-refused.yaml"), {})
@@ -365,4 +365,11 @@ def test_version_and_schema_are_printed():
 
 def test_a_role_of_another_command_is_refused():
     assert codes(engine("prefill", flags={"role": "decode"})) == ["ROLE"]
-    assert codes(engine("decode", flags={"role": "both"})) == ["ROLE_BOTH"]
+    assert codes(engine("decode", flags={"role": "prefill"})) == ["ROLE"]
+
+
+def test_a_decode_instance_may_compute_every_prompt_itself():
+    config = engine("decode", flags={"role": "both", "cache.prefix": "on"}).require()
+    rows = config.schedule.max_rows
+    assert config.cache.checkpoints == 2 * rows + 1
+    assert config.cache.state_slots == rows + 1 + config.cache.checkpoints

@@ -18,7 +18,6 @@ from k3.model.digest import model_digest
 DOCS = Path(__file__).parents[3] / "docs"
 DRAFTING = {"spec.draft_tokens": "7", "spec.drafter": "draft-mla"}
 ENGINE_CASES = [
-    ("ROLE_BOTH", "decode", {"role": "both"}),
     ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
     ("DEVICE", "prefill", {"model.device": "cuda"}),
     ("GPU_ATTENTION", "decode", {"model.device": "cpu", "backends.attention": "triton"}),
@@ -31,6 +30,13 @@ ENGINE_CASES = [
     ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
     ("PP_REMOTE_KV", "decode", {"parallel.pp": "2"}),
     ("HELIX_BOTH", "decode", {"role": "both", "parallel.cp": "2"}),
+    ("LOCAL_PREFILL_CP", "decode", {"schedule.local_prefill_max": "64", "parallel.cp": "2"}),
+    (
+        "LOCAL_PREFILL_BUDGET",
+        "decode",
+        {"schedule.local_prefill_max": "64", "schedule.token_budget": "4"},
+    ),
+    ("LOCAL_PREFILL_ROLE", "decode", {"role": "both", "schedule.local_prefill_max": "64"}),
     ("DRAFTS_ON_PREFILL", "prefill", {"spec.draft_tokens": "7"}),
     ("DRAFTS_WITHOUT_DRAFTER", "decode", {"spec.draft_tokens": "7"}),
     ("DRAFT_WINDOW", "decode", {"spec.draft_window": "100"}),
@@ -112,7 +118,6 @@ COMPANIONS = {
     "CONFIDENCE_HELIX": {"CONFIDENCE_UNCALIBRATED"},
     "CONFIDENCE_WITHOUT_DRAFTS": {"CONFIDENCE_UNCALIBRATED"},
     "PP_CONFIDENCE": {"CONFIDENCE_UNCALIBRATED", "PP_REMOTE_KV"},
-    "HELIX_BOTH": {"ROLE_BOTH"},
     "HELIX_PIPELINE": {"PP_REMOTE_KV"},
     "FLEET_TLS_CA": {"FLEET_TLS_FILES"},
 }

@@ -7,6 +7,7 @@ import pytest
 from decode_svc.draft_policy import DraftPolicy
 from decode_svc.gate import GateRule, SpeculationGate
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.request import DecodeRequest, RequestSpec
 from decode_svc.scheduler import DecodeScheduler, Emitted, Limits, Plan
 from k3.cache.pages import PagePool
@@ -23,8 +24,7 @@ def world(policy: DraftPolicy, *, depth: int = 1) -> DecodeScheduler:
     return DecodeScheduler(
         Ledger(4),
         Limits(max_queue=9, max_model_len=400, depth=depth, draft_tokens=K),
-        pages=PagePool(400),
-        state_slots=SlotPool(4, first=1),
+        memory=PoolMemory(PagePool(400), SlotPool(4, first=1)),
         rows=SlotPool(4, first=1),
         policy=policy,
     )

@@ -7,6 +7,7 @@ import pytest
 from decode_svc.deployment import Deployment
 from decode_svc.holdings import holdings, overview
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.request import DecodeRequest, RequestSpec
 from decode_svc.scheduler import DecodeScheduler, Limits
 from k3.cache.layout import build_layout
@@ -32,8 +33,7 @@ def running(cp: int, n: int) -> tuple[DecodeScheduler, DecodeRequest]:
     scheduler = DecodeScheduler(
         Ledger(P, cp),
         Limits(max_queue=2, max_model_len=8192),
-        pages=PagePool(600),
-        state_slots=SlotPool(2, first=1),
+        memory=PoolMemory(PagePool(600), SlotPool(2, first=1)),
         rows=SlotPool(2, first=1),
     )
     spec = RequestSpec(RequestId("r-1"), (1,) * n, SamplingParams(), StopParams(40))

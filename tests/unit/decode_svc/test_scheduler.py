@@ -3,6 +3,7 @@
 import pytest
 
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.request import DecodeRequest, RequestSpec, State
 from decode_svc.scheduler import DecodeScheduler, Emitted, Limits, Plan
 from k3.cache.pages import PagePool
@@ -17,8 +18,7 @@ def scheduler(
     return DecodeScheduler(
         Ledger(4),
         Limits(max_queue=queue, max_model_len=100, depth=depth, draft_tokens=drafts),
-        pages=PagePool(pages),
-        state_slots=SlotPool(rows, first=1),
+        memory=PoolMemory(PagePool(pages), SlotPool(rows, first=1)),
         rows=SlotPool(rows, first=1),
     )
 
@@ -63,7 +63,7 @@ def test_a_request_opens_its_row_runs_and_closes_it() -> None:
     assert (second.opened, second.rows[0].base_bound) == ((), 6)
     assert answer(s, second) == [FinishReason.LENGTH]
     assert s.plan() is None
-    assert s.pages.counts().free == 20
+    assert s.memory.page_counts().free == 20
     other = run(s)
     third = take(s)
     assert third.closed == (second.rows[0].row,)
@@ -96,10 +96,10 @@ def test_memory_is_kept_until_the_last_plan_that_names_the_row_is_acknowledged()
     first, second = take(s), take(s)
     assert answer(s, first, 0) == [FinishReason.STOP]
     assert request.state is State.FINISHING
-    assert s.pages.counts().free < 20
+    assert s.memory.page_counts().free < 20
     assert answer(s, second) == [], "a step after the end says nothing"
     assert request.state is State.GONE
-    assert s.pages.counts().free == 20
+    assert s.memory.page_counts().free == 20
 
 
 def test_an_aborted_row_leaves_with_its_plans() -> None:

@@ -10,6 +10,7 @@ import pytest
 from decode_svc.deployment import Deployment
 from decode_svc.depth import plan_depth
 from decode_svc.ledger import Ledger
+from decode_svc.memory import PoolMemory
 from decode_svc.plan import Emitted, Plan
 from decode_svc.request import DecodeRequest, RequestSpec, State
 from decode_svc.scheduler import DecodeScheduler, Limits
@@ -29,8 +30,7 @@ def scheduler(stages: int, n_rows: int, draft_tokens: int = K) -> DecodeSchedule
     return DecodeScheduler(
         Ledger(4),
         limits,
-        pages=PagePool(400),
-        state_slots=SlotPool(n_rows, first=1),
+        memory=PoolMemory(PagePool(400), SlotPool(n_rows, first=1)),
         rows=SlotPool(n_rows, first=1),
     )
 
@@ -113,7 +113,7 @@ def test_states_are_those_of_the_last_result_whatever_was_accepted(stages: int, 
             s.fill(request)
             s.first_token(request, TokenEvent(100))
             s.filled(request)
-    assert (s.pages.counts().held, s.rows.counts().held) == (0, 0)
+    assert (s.memory.page_counts().held, s.rows.counts().held) == (0, 0)
 
 
 def test_without_drafts_a_row_is_opened_and_checked_in_one_step() -> None:
@@ -128,8 +128,10 @@ def test_without_drafts_a_row_is_opened_and_checked_in_one_step() -> None:
 def test_one_function_says_how_far_steps_run_ahead() -> None:
     ahead = EngineConfig(schedule=ScheduleConfig(depth=2))
     staged = EngineConfig(parallel=ParallelConfig(pp=4), schedule=ScheduleConfig(depth=2))
-    assert plan_depth(ahead) == (2, 2)
-    assert plan_depth(staged) == (4, 1)
+    assert plan_depth(ahead) == (2, 2, 0)
+    assert plan_depth(staged) == (4, 1, 0)
+    assert plan_depth(replace(ahead, role="both")) == (2, 2, 1)
+    assert plan_depth(replace(staged, role="both")) == (4, 1, 4)
 
 
 def test_the_router_is_told_what_a_request_really_reserves() -> None:

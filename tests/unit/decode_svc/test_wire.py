@@ -66,7 +66,7 @@ def test_what_is_not_served_is_rejected_by_name(changes: dict[str, object], para
 
 def opened(**changes: object) -> plan_pb2.OpenRow:
     request = DecodeRequest(3, wire.request_spec(message(**changes), VOCAB), 0.0, draft_tokens=3)
-    request.reservation = Reservation((5, 6), Slot(2, 1), Slot(1, 4))
+    request.reservation = Reservation((5, 6), 2, Slot(1, 4))
     request.outputs = [TokenEvent(8), TokenEvent(9)]
     request.base = 5
     return wire.open_row(request)

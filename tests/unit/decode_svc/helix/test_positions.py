@@ -11,6 +11,7 @@ from k3_kernels.reference.tables import verify_tables
 
 from decode_svc.deployment import Deployment
 from decode_svc.ledger import Ledger, group_share
+from decode_svc.memory import PoolMemory
 from decode_svc.rank.rows import DUMMY_ROW, NO_PAGE, RowTable
 from decode_svc.rank.step import apply_rows
 from decode_svc.rank.tables import GroupBatch, TableBuffers
@@ -156,7 +157,7 @@ def test_r21_a_step_of_one_token_follows_an_accepted_group_at_the_right_place() 
 def test_r22_requests_of_one_moment_share_no_slot_and_no_row() -> None:
     scheduler = _scheduler()
     one, two = _running(scheduler, 5, 4), _running(scheduler, 5, 4)
-    assert one.held.state_slot.index != two.held.state_slot.index
+    assert one.held.state_slot != two.held.state_slot
     assert one.held.row.index != two.held.row.index
     assert not set(one.held.pages) & set(two.held.pages)
 
@@ -226,14 +227,14 @@ def test_r34_an_allocation_that_failed_first_starts_at_the_same_position() -> No
 
 def test_r35_a_step_whose_request_is_cancelled_leaves_nothing_behind() -> None:
     scheduler = _scheduler(depth=2)
-    before = scheduler.pages.counts()
+    before = scheduler.memory.page_counts()
     request = _running(scheduler, 9, 8)
     plans = [scheduler.plan(), scheduler.plan()]
     scheduler.abort(request)
     for plan in plans:
         assert plan is not None
         _answer(scheduler, plan)
-    assert scheduler.pages.counts() == before
+    assert scheduler.memory.page_counts() == before
     assert scheduler.rank_tokens() == [0, 0]
 
 
@@ -268,8 +269,7 @@ def _scheduler(*, depth: int = 2, pages: int = 20) -> DecodeScheduler:
     return DecodeScheduler(
         Ledger(4, 2),
         Limits(max_queue=4, max_model_len=100, depth=depth),
-        pages=PagePool(pages),
-        state_slots=SlotPool(3, first=1),
+        memory=PoolMemory(PagePool(pages), SlotPool(3, first=1)),
         rows=SlotPool(3, first=1),
     )
 
