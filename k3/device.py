@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from k3.errors import ConfigError
+from k3.errors import ConfigError, K3Error
 
 
 class Event(Protocol):
@@ -57,7 +57,11 @@ class Device(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record `work`, which must only touch persistent buffers. Runs it at least once."""
+        """Record `work`, which must only touch persistent buffers. Runs it at least once.
+
+        Graphs of one device share the memory of what `work` holds in between, so they are replayed one after the other.
+        Raises K3Error for work that cannot be recorded.
+        """
         ...
 
     def free_bytes(self) -> int | None:
@@ -141,6 +145,8 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
+        self._side = torch.cuda.Stream(self.torch_device)  # warms up and records
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self) -> Event:
         """An event on the current stream."""
@@ -157,16 +163,25 @@ class CudaDevice:
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Warm up on a side stream, then record."""
-        side = torch.cuda.Stream(self.torch_device)
-        side.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(side):
+        """Warm up on a side stream, then record there.
+
+        Other threads go on using the GPU (the mover, NCCL's watchdog), so only this thread's calls are watched.
+        """
+        current = torch.cuda.current_stream(self.torch_device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             for _ in range(self.WARM_UP_RUNS):
                 work()
-        torch.cuda.current_stream(self.torch_device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
+        try:
+            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            raise K3Error(
+                f"a step could not be recorded as a CUDA graph: {error}; set backends.graphs=off to run steps as they "
+                "come, and report which backends were chosen"
+            ) from error
+        current.wait_stream(self._side)
         return graph
 
     def free_bytes(self) -> int | None:

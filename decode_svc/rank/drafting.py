@@ -10,8 +10,6 @@ Letters: B rows, G group tokens, K drafts, T = B * G, X taps, D hidden, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -29,12 +27,6 @@ class Drafting:
         self._ring = ring
         self._table = table
         self._offsets_G = torch.arange(1 + drafter.draft_tokens, device=table.device)
-
-    def open(self, rows: Sequence[int], max_base: int) -> None:
-        """First drafts of rows that were just opened. max_base: upper bound of their bases."""
-        if rows:
-            rows_B = torch.tensor(list(rows), dtype=torch.int64, device=self._table.device)
-            self.propose(rows_B, max_base, self._table.flavour(rows))
 
     def advance(self, rows_B: Tensor, base_B: Tensor, accepted_B: Tensor, taps_TXD: Tensor) -> None:
         """After the rows were committed: store the rows of what was accepted. base_B: where the groups began."""

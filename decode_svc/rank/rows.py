@@ -218,7 +218,7 @@ class RowTable:
         self.base_R[rows_B] = base_B + accepted_B + 1
         self.anchor_R[rows_B] = bonus_B
         self.read_column_R[rows_B] = accepted_B
-        self.base_R[DUMMY_ROW] = 0
+        self.base_R[DUMMY_ROW].zero_()
 
     def propose(self, rows_B: Tensor, drafts_BK: Tensor) -> None:
         """Overwrite the drafts that the next group checks."""

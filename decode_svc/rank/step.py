@@ -20,7 +20,7 @@ from torch import Tensor
 from decode_svc.ledger import Ledger
 from decode_svc.rank.drafting import Drafting
 from decode_svc.rank.grammar import Grammar, Masks
-from decode_svc.rank.graphs import GraphRunner
+from decode_svc.rank.graphs import UNCHECKED, GraphRunner, StepKey
 from decode_svc.rank.outcome import Drawn, Outcome
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
 from decode_svc.rank.tables import GroupBatch, TableBuffers
@@ -32,19 +32,6 @@ from k3.model.k3 import Stage
 from k3.parallel.relay import Relay
 from k3.sampling import Flavour, Purpose, Recipe, RowSampling, one_hot, pick
 from k3.v1 import plan_pb2
-
-
-class StepKey(NamedTuple):
-    """All of a step that is no content of a buffer.
-
-    max_len: bound of every row's length after the group. group: its tokens. proposes: whether drafts follow.
-    """
-
-    n_rows: int
-    max_len: int
-    flavour: Flavour
-    group: int
-    proposes: bool
 
 
 class Composition(NamedTuple):
@@ -93,13 +80,14 @@ class VerifyStep:
         self._buffers = TableBuffers(table, ledger, stage.place.cp_rank, most, group)
         self._masks = Masks(most, group, table.vocab_size, table.device)
         self._offsets_G = torch.arange(group, device=table.device)
+        self._opened = torch.zeros(most, dtype=torch.int64, device=table.device)
         make = partial(torch.zeros, device=table.device)
         sizes = (most, group, table.vocab_size, table.n_confidences)
         self._drawn = Drawn.empty(*sizes, make)
         self._staging = deque(Drawn.empty(*sizes, device.staging) for _ in range(depth))
         self._unread: deque[tuple[Outcome, tuple[Grammar | None, ...]]] = deque()
         self._composition: Composition | None = None
-        self._forward_s = 0.0
+        self._forward_s: float | None = None  # of the newest run of the work itself
         self._relay, self._n_steps = relay, 0
 
     def warm_up(self, bucket: int) -> None:
@@ -113,12 +101,23 @@ class VerifyStep:
             **self._buffers.buffers(),
             **self._drawn.buffers(),
             "masks": self._masks.words_BGW,
+            "opened": self._opened,
         }
 
+    @torch.inference_mode()
     def open(self, rows: Sequence[int], max_base: int) -> None:
         """Propose the first drafts of rows that were just opened. max_base: upper bound of their bases."""
-        if self._drafting is not None:
-            self._drafting.open(rows, max_base)
+        if self._drafting is None or not rows:
+            return
+        bucket = self._runner.bucket(len(rows))
+        padded = (*rows, *[DUMMY_ROW] * (bucket - len(rows)))
+        draws = self._table.proposal_RKV is not None
+        flavour = self._table.flavour(padded) if draws else Flavour(greedy=True)
+        max_len = self._runner.bound(max_base)
+        key = StepKey(bucket, max_len, self._runner.flavour(flavour), UNCHECKED, proposes=True)
+        self.prepare(key)
+        self._opened[:bucket].copy_(torch.tensor(padded))
+        self._runner.run(key, partial(self._run, key))
 
     @torch.inference_mode()
     def launch(
@@ -143,19 +142,33 @@ class VerifyStep:
         now, is_new = self._compose(tuple(rows), None if limits is None else tuple(limits))
         bucket = self._runner.bucket(len(now.rows))
         max_len = self._runner.bound(max_base + self.group)
-        key = StepKey(bucket, max_len, now.flavour, group, proposes)
-        work = partial(self._run, key)
-        if not self._runner.is_ready(key):
-            self._buffers.choose((DUMMY_ROW,) * bucket)  # a recorder runs the work more than once
-            self._runner.capture(key, work, self.buffers)
-            is_new = True
+        key = StepKey(bucket, max_len, now.flavour, self._runner.width(group), proposes)
+        is_new = self.prepare(key) or is_new
         if is_new:
             dummies = bucket - len(now.rows)
             padded = None if now.limits is None else (*now.limits, *[0] * dummies)
             self._buffers.choose((*now.rows, *[DUMMY_ROW] * dummies), padded)
         self._heed_grammars(now)
-        self._runner.run(key, work)
-        return self._outcome(now, bucket, proposes)
+        started = time.perf_counter()
+        self._forward_s = None
+        self._runner.run(key, partial(self._run, key))
+        launch_s = time.perf_counter() - started
+        forward_s = launch_s if self._forward_s is None else self._forward_s
+        return self._outcome(now, bucket, proposes, forward_s)
+
+    @torch.inference_mode()
+    def prepare(self, key: StepKey) -> bool:
+        """Have the runner record a step, where it records; whether it just did. No request's state is touched."""
+        if self._runner.is_ready(key):
+            return False
+        # a recorder runs the work more than once
+        if key.group == UNCHECKED:
+            self._opened[: key.n_rows].fill_(DUMMY_ROW)
+        else:
+            self._composition = None
+            self._buffers.choose((DUMMY_ROW,) * key.n_rows)
+        self._runner.capture(key, partial(self._run, key), self.buffers)
+        return True
 
     def _compose(
         self, rows: tuple[int, ...], limits: tuple[int, ...] | None
@@ -167,12 +180,16 @@ class VerifyStep:
         bucket = self._runner.bucket(len(rows))
         padded = rows if len(rows) == bucket else (*rows, DUMMY_ROW)
         sampling = tuple(self._table.sampling(row) for row in rows)
-        flavour = self._table.flavour(padded)
+        flavour = self._runner.flavour(self._table.flavour(padded))
         self._composition = Composition(self._table.version, rows, limits, flavour, sampling)
         return self._composition, True
 
     def _run(self, key: StepKey) -> None:
         """The step itself, over the buffers alone."""
+        if key.group == UNCHECKED:
+            assert self._drafting is not None
+            self._drafting.propose(self._opened[: key.n_rows], key.max_len, key.flavour)
+            return
         stage, table, flavour = self._stage, self._table, key.flavour
         batch = self._buffers.derive(key.n_rows, key.max_len, key.group)
         incoming = None
@@ -250,12 +267,12 @@ class VerifyStep:
             drafts = self._buffers.drafts(len(now.rows))
             self._masks.fill(grammars, drafts)
 
-    def _outcome(self, now: Composition, bucket: int, proposes: bool) -> Outcome:
+    def _outcome(self, now: Composition, bucket: int, proposes: bool, forward_s: float) -> Outcome:
         host = self._staging[0]
         self._staging.rotate(-1)
         host.read(self._drawn, bucket, now.flavour)
         event = self._device.record()
-        outcome = Outcome(now.sampling, host, event, self._forward_s, proposes)
+        outcome = Outcome(now.sampling, host, event, forward_s, proposes)
         if now.flavour.masks:
             self._unread.append((outcome, tuple(map(self._table.grammar, now.rows))))
         return outcome

@@ -26,7 +26,7 @@ class Pipeline:
     """What decides whether a service may run over `pp` stages.
 
     drafter: how a drafter of this service proposes, None where it does not speculate. options: what is switched on;
-    two-batch overlap, page-backed checkpoints and decode graphs have no key in this version.
+    two-batch overlap and page-backed checkpoints have no key in this version.
     """
 
     role: str
@@ -39,14 +39,16 @@ class Pipeline:
     @classmethod
     def of(cls, config: EngineConfig) -> Pipeline:
         """The facts of a configuration; models and drafters of other families are refused when they are read."""
+        options: dict[Option, bool] = {
+            "confidence": config.spec.draft_schedule != "fixed",
+            "decode_graphs": config.backends.graphs == "on",
+        }
         return cls(
             role=config.role,
             pp=config.parallel.pp,
             model=FAMILY,
             drafter=METHOD if config.spec.draft_tokens else None,
-            options=frozenset({"confidence"})
-            if config.spec.draft_schedule != "fixed"
-            else frozenset(),
+            options=frozenset(name for name, is_on in options.items() if is_on),
             has_remote_kv=config.parallel.pp_remote_kv,
         )
 
@@ -86,10 +88,10 @@ PIPELINE_RULES: tuple[Rule[Pipeline], ...] = (
     Rule(
         "PP_CUDA_GRAPH",
         GENERATING,
-        ("parallel.pp",),
-        "decode graphs together with parallel.pp > 1",
+        ("backends.graphs", "parallel.pp"),
+        "backends.graphs = on together with parallel.pp > 1",
         "a graph cannot replay a step whose frame lies elsewhere each time",
-        "run stages without graphs, or set parallel.pp=1",
+        "set backends.graphs=off or auto, or parallel.pp=1",
         _over_stages(lambda p: "decode_graphs" in p.options),
     ),
     Rule(

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,13 +16,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode_svc.rank.graphs import PassThrough, doubled
+from decode_svc.rank.cuda_graphs import CudaGraphs, Sizes
+from decode_svc.rank.graphs import UNCHECKED, PassThrough, StepKey, doubled, generous
+from k3.device import CpuDevice
 from k3.model.dspark_spec import DraftSpec
 from k3.model.k3 import Stage
 from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel.collectives import solo_groups
 from k3.parallel.mesh import SOLO
+from k3.sampling import Flavour
 from k3.types import LogprobParams, SamplingParams
 from tests.drafters import LocalEngine, random_drafter
 from tests.model_runner import CPU
@@ -29,6 +33,8 @@ from tests.unit.decode_svc.rank.fixed_ops import fixed_ops
 
 pytestmark = pytest.mark.dspark
 
+KEY = StepKey(1, 64, Flavour(greedy=True), 1, proposes=True)
+OTHER = KEY._replace(group=UNCHECKED)
 NANO = Path(__file__).parents[3] / "golden" / "k3"
 SPEC = K3Spec.from_folder(NANO)
 DRAFTS = 3
@@ -184,14 +190,20 @@ def test_the_watch_for_reads_sees_those_that_go_past_the_dispatcher() -> None:
 MIXED = [KINDS["greedy"], KINDS["edited"], KINDS["seeded"], KINDS["seeded"], KINDS["greedy"]]
 
 
-@pytest.mark.parametrize("acceptance", ["match", "token"])
+@pytest.mark.parametrize(
+    ("acceptance", "runner"),
+    [
+        ("match", PassThrough((1, 2, 4, 8), (1, 2, 4))),
+        ("token", CudaGraphs(CpuDevice(1), Sizes.up_to(5, 600, 1 + DRAFTS), most=2)),
+    ],
+    ids=["match", "token, few kept"],
+)
 def test_a_replayed_step_gives_the_tokens_of_an_eager_one(
-    stage: Stage, drafter: Path, acceptance: str
+    stage: Stage, drafter: Path, acceptance: str, runner: PassThrough | CudaGraphs
 ) -> None:
     """Requests end at different steps: compositions, buckets and flavours change under the recordings."""
     prompts = [[3, 1, 4], [1, 5], [9], [2, 6, 5, 3, 5], [8, 9, 7, 9]]
     answers: list[Any] = []
-    runner = PassThrough((1, 2, 4, 8))
     for options in ({"buckets": (1, 2, 4, 8)}, {"runner": runner}):
         running = engine(stage, drafter, 5, acceptance=acceptance, **options)
         answers.append(
@@ -259,20 +271,36 @@ def test_a_buffer_that_is_replaced_instead_of_overwritten_is_found() -> None:
         kept["x"] = kept["x"] + 1
 
     with pytest.raises(AssertionError, match="buffers moved: x"):
-        runner.capture("key", replace_it, lambda: kept)
+        runner.capture(KEY, replace_it, lambda: kept)
     runner = PassThrough()
-    runner.capture("key", lambda: None, lambda: kept)
+    runner.capture(KEY, lambda: None, lambda: kept)
     kept["x"] = torch.ones(3)
     with pytest.raises(AssertionError, match="earlier capture moved: x"):
-        runner.capture("other", lambda: None, lambda: kept)
+        runner.capture(OTHER, lambda: None, lambda: kept)
 
 
 def test_what_a_later_call_closes_over_does_not_reach_a_recording() -> None:
     seen: list[int] = []
     runner = PassThrough()
-    runner.capture("key", lambda: seen.append(1), dict)
-    runner.run("key", lambda: seen.append(2))
+    runner.capture(KEY, lambda: seen.append(1), dict)
+    runner.run(KEY, lambda: seen.append(2))
     assert seen == [1, 1, 1]
+
+
+def test_sizes_end_with_the_largest_there_is() -> None:
+    assert Sizes.up_to(5, 3000, 8) == Sizes((1, 2, 4, 5), (512, 2048, 3000), (1, 2, 4, 8))
+    assert Sizes.up_to(1, 70, 1) == Sizes((1,), (70,), (1,))
+    runner = CudaGraphs(CpuDevice(1), Sizes.up_to(5, 3000, 8), 1)
+    assert [runner.bucket(n) for n in (1, 3, 5)] == [1, 4, 5]
+    assert [runner.bound(n) for n in (1, 512, 513, 2999)] == [512, 512, 2048, 3000]
+    assert [runner.width(n) for n in (1, 3, 8)] == [1, 4, 8]
+
+
+def test_a_generous_flavour_has_every_part_of_the_flavour_it_serves() -> None:
+    for name in (f.name for f in fields(Flavour)):
+        one = Flavour(**{name: True})
+        assert getattr(generous(one), name), name
+        assert generous(generous(one)) == generous(one)
 
 
 def test_length_bounds_are_few() -> None:
