@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from k3_kernels.api import Backends, select
 
 from decode_svc import wire
 from decode_svc.deployment import Deployment
-from decode_svc.rank.loop import DecodeRank
+from decode_svc.rank.loop import DecodeRank, Launched
 from decode_svc.request import DecodeRequest, RequestSpec
 from k3.cache.layout import build_layout
 from k3.cache.storage import Storage
@@ -151,19 +152,25 @@ class Alone:
     def answer(self, specs: Sequence[RequestSpec]) -> list[DecodeRequest]:
         """Serve all, as many at once as the configuration has rows. Raises RequestRejected, QueueFull."""
         started = time.perf_counter()
+        launched: deque[Launched] = deque()
         requests = [self.scheduler.submit(spec, 0.0) for spec in specs]
         while self.scheduler.open_requests():
             for request in self.scheduler.admit(0.0):
                 self._fill(request)
             plan = self.scheduler.plan()
             if plan is not None:
-                result = self._rank.answer(self._rank.launch(wire.step_plan(plan)))
-                self.totals.n_steps += 1
-                self.totals.step_s += result.step_s
-                self.totals.forward_s += result.forward_s
-                self.scheduler.advance(result.step_id, wire.emitted(result))
+                launched.append(self._rank.launch(wire.step_plan(plan)))
+            # a device that is still busy gets another step before the answer is read
+            if launched and (plan is None or launched[0].event.query()):
+                self._absorb(self._rank.answer(launched.popleft()))
         self.totals.seconds += time.perf_counter() - started
         return requests
+
+    def _absorb(self, result: plan_pb2.StepResult) -> None:
+        self.totals.n_steps += 1
+        self.totals.step_s += result.step_s
+        self.totals.forward_s += result.forward_s
+        self.scheduler.advance(result.step_id, wire.emitted(result))
 
     def _fill(self, request: DecodeRequest) -> None:
         """Prefill in place, then hand the request to its row."""

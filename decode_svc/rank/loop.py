@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from decode_svc.capacity import table_width
 from decode_svc.depth import computes_prompts, plan_depth
 from decode_svc.ledger import Ledger
 from decode_svc.rank.chunks import ChunkSteps, LaunchedChunks
+from decode_svc.rank.cuda_graphs import CudaGraphs, open_runner
 from decode_svc.rank.drafting import Drafting
 from decode_svc.rank.graphs import Eager, GraphRunner
 from decode_svc.rank.outcome import Outcome
@@ -55,7 +57,7 @@ class DecodeRank:
     """Executes plans over a context; separate from the connection, so that a test can drive it."""
 
     def __init__(self, context: RankContext, runner: GraphRunner | None = None) -> None:
-        """runner: how steps are launched; as they come by default."""
+        """runner: how steps are launched; by default as `backends.graphs` says. Raises ConfigError when it cannot."""
         config, spec = context.config, context.spec
         ledger = Ledger(config.cache.page_tokens, context.mesh.cp)
         max_len = config.model.max_model_len or spec.max_position_embeddings
@@ -76,6 +78,8 @@ class DecodeRank:
             proposals=None if acceptance == "match" else wide(context.stage.dtype),
             confident=speculation.is_by_confidence(config),
         )
+        runner = runner or open_runner(context)
+        self._recorder = runner if isinstance(runner, CudaGraphs) else None
         relay = _relay(context)
         self._step, self._next = self._make_step(ledger, acceptance, depth.steps, runner, relay)
         self._chunks = None
@@ -90,7 +94,7 @@ class DecodeRank:
         ledger: Ledger,
         acceptance: str,
         depth: int,
-        runner: GraphRunner | None,
+        runner: GraphRunner,
         relay: Relay | None,
     ) -> tuple[VerifyStep | RelayStep, NextDrafts | None]:
         """How this rank's stage runs steps, and what it sends the front for the next ones."""
@@ -98,7 +102,7 @@ class DecodeRank:
         stage, config = context.stage, context.config
         caches, max_rows = context.storage.caches(), config.schedule.max_rows
         group, is_staged = 1 + config.spec.draft_tokens, context.mesh.pp > 1
-        if is_staged and not isinstance(runner, Eager | None):
+        if is_staged and not isinstance(runner, Eager):
             raise ValueError(
                 "steps over stages cannot be recorded: their frames lie elsewhere each time"
             )
@@ -119,7 +123,7 @@ class DecodeRank:
             caches,
             table,
             ledger,
-            runner or Eager(),
+            runner,
             context.device,
             max_rows=max_rows,
             group=group,
@@ -133,13 +137,21 @@ class DecodeRank:
         return step, NextDrafts(table, context.device, max_rows=max_rows, depth=depth)
 
     def warm_up(self) -> None:
-        """Touch every kernel on the dummy row before the first request."""
+        """Touch every kernel on the dummy row, and record the ordinary steps, before the first request."""
         self._context.storage.zero_slot(DUMMY_SLOT)
         if self._chunks is not None:
             self._chunks.warm_up()
         for bucket in (1, self._max_rows):
             self._step.warm_up(bucket)
-            self._context.plans.send(_progress(bucket, self._max_rows))
+            self._report("warm-up", bucket, self._max_rows)
+        if self._recorder is not None:
+            assert isinstance(self._step, VerifyStep), "only steps of one stage are recorded"
+            report = partial(self._report, "graphs")
+            self._recorder.record(self._context.config, self._step.prepare, report)
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        progress = plan_pb2.LoadProgress(stage=stage, done=done, total=total)
+        self._context.plans.send(plan_pb2.RankMessage(progress=progress))
 
     def launch(self, plan: plan_pb2.StepPlan) -> Launched:
         """Start a step. Raises ValueError for a plan out of order or of another group length."""
@@ -307,9 +319,3 @@ def _next_messages(context: RankContext, pending: deque[Launched]) -> list[plan_
             return messages
         time.sleep(ANSWER_POLL_S)
     return []
-
-
-def _progress(done: int, total: int) -> plan_pb2.RankMessage:
-    return plan_pb2.RankMessage(
-        progress=plan_pb2.LoadProgress(stage="warm-up", done=done, total=total)
-    )
