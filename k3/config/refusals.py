@@ -75,6 +75,15 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         lambda c: c.model.device == "cpu" and c.backends.attention in GPU_ATTENTION,
     ),
     Rule(
+        "GRAPHS_ON_CPU",
+        ENGINES,
+        ("backends.graphs", "model.device"),
+        "backends.graphs = on on a CPU",
+        "only a GPU can record its work",
+        "set backends.graphs=auto, or model.device=cuda",
+        lambda c: c.model.device == "cpu" and c.backends.graphs == "on",
+    ),
+    Rule(
         "FLASHMLA_PAGES",
         ENGINES,
         ("backends.attention", "cache.page_tokens"),

@@ -66,9 +66,17 @@ def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
     return replace(config, model=resolve_model(config.model, machine))
 
 
-def _attention(name: str, device: str) -> str:
+def _kernels(name: str, device: str) -> str:
     """On a GPU `auto` stays: a rank finds what is installed there."""
     return "reference" if name == "auto" and device == "cpu" else name
+
+
+def _graphs(config: EngineConfig) -> str:
+    """`model.device` must be resolved. Prefill's steps are all different; stages' frames lie elsewhere each time."""
+    if config.backends.graphs != "auto":
+        return config.backends.graphs
+    records = config.model.device == "cuda" and config.role != "prefill"
+    return "on" if records and config.parallel.pp == 1 else "off"
 
 
 def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
@@ -98,8 +106,9 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(
             backends,
-            attention=_attention(backends.attention, model.device),
-            kda=backends.kda if backends.kda != "auto" else "reference",
+            attention=_kernels(backends.attention, model.device),
+            kda=_kernels(backends.kda, model.device),
+            graphs=_graphs(config),
             moe_weights=backends.moe_weights if backends.moe_weights != "auto" else "dequant",
             threads=backends.threads or max(1, machine.cores // n_ranks),
         ),

@@ -242,6 +242,15 @@ class BackendsConfig:
         "MXFP4 experts: dequantized at load or per use",
         choices=("auto", "dequant", "packed"),
     )
+    graphs: str = key(
+        "auto",
+        "decode: record steps as CUDA graphs and replay them (on), or run them as they come (off); auto = on where "
+        "a GPU runs all layers",
+        choices=("auto", "on", "off"),
+    )
+    max_graphs: int = key(
+        256, "decode: recorded steps kept at a time, the one unused for longest goes first", least=1
+    )
     threads: int = key(0, "CPU threads of each rank; 0 = cores / ranks", least=0)
 
 

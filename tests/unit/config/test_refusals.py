@@ -21,6 +21,7 @@ ENGINE_CASES = [
     ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
     ("DEVICE", "prefill", {"model.device": "cuda"}),
     ("GPU_ATTENTION", "decode", {"model.device": "cpu", "backends.attention": "triton"}),
+    ("GRAPHS_ON_CPU", "decode", {"model.device": "cpu", "backends.graphs": "on"}),
     (
         "FLASHMLA_PAGES",
         "decode",
@@ -29,6 +30,7 @@ ENGINE_CASES = [
     ("HELIX_PREFILL", "prefill", {"parallel.cp": "2"}),
     ("HELIX_PIPELINE", "decode", {"parallel.cp": "2", "parallel.pp": "2"}),
     ("PP_REMOTE_KV", "decode", {"parallel.pp": "2"}),
+    ("PP_CUDA_GRAPH", "decode", {"backends.graphs": "on", "parallel.pp": "2"}),
     ("HELIX_BOTH", "decode", {"role": "both", "parallel.cp": "2"}),
     ("LOCAL_PREFILL_CP", "decode", {"schedule.local_prefill_max": "64", "parallel.cp": "2"}),
     (
@@ -110,10 +112,11 @@ ROUTER_CASES = [
     ("FLEET_TLS_FILES", {"fleet.tls_ca": "/nowhere"}),
 ]
 # No key of this version violates these; tests/golden/prefix/test_config_refusals.py does, with facts.
-WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_CUDA_GRAPH", "PP_SPEC_PAIR"}
+WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_SPEC_PAIR"}
 # Settings that break a second rule by nature.
 COMPANIONS = {
     "FLASHMLA_PAGES": {"GPU_ATTENTION"},
+    "PP_CUDA_GRAPH": {"GRAPHS_ON_CPU", "PP_REMOTE_KV"},
     "GATE_PIPELINE": {"PP_REMOTE_KV"},
     "CONFIDENCE_HELIX": {"CONFIDENCE_UNCALIBRATED"},
     "CONFIDENCE_WITHOUT_DRAFTS": {"CONFIDENCE_UNCALIBRATED"},
