@@ -2,7 +2,8 @@
 
 Flags that are not our own go to the services: `--prefill-X` to prefill as `--X`, `--decode-X` to decode, `--router-X`
 to the router; a bare `--X` goes to every service whose configuration has that section, and a bare layout flag (--cp,
---pages, --max-rows, ...) to decode; `--cache-prefix on` is prefill's. The embedded model drafts with its own drafter;
+--pages, --max-rows, ...) to decode; `--cache-prefix on` is prefill's. With `--role both` decode computes every prompt
+itself, there is no prefill, and what would be prefill's is decode's. The embedded model drafts with its own drafter;
 `--draft-tokens 0` turns that off.
 Exit codes: 0 asked to stop, 2 configuration, 3 model, 4 port in use, 1 other.
 """
@@ -65,8 +66,11 @@ class Stop:
         return self._wake.wait(seconds)
 
 
-def split_flags(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Flags of each service, by the rule of the module docstring. ConfigError for a word that is no flag."""
+def split_flags(argv: Sequence[str], is_alone: bool = False) -> dict[str, list[str]]:
+    """Flags of each service, by the rule of the module docstring. ConfigError for a word that is no flag.
+
+    is_alone: no prefill is started. ConfigError for a flag that only it could take.
+    """
     out: dict[str, list[str]] = {role: [] for role in PREFIXED}
     words = list(argv)
     while words:
@@ -77,6 +81,12 @@ def split_flags(argv: Sequence[str]) -> dict[str, list[str]]:
         if "=" not in flag and words and not words[0].startswith("--"):
             piece.append(words.pop(0))
         roles, name = _destination(flag[2:].split("=")[0])
+        if is_alone and flag.startswith("--prefill-"):
+            raise ConfigError(
+                f"{flag} with --role both: no prefill is started; give the flag without its prefix"
+            )
+        if is_alone:
+            roles = tuple(dict.fromkeys("decode" if r == "prefill" else r for r in roles))
         piece[0] = f"--{name}" + flag[2 + len(flag[2:].split("=")[0]) :]
         for role in roles:
             out[role] += piece
@@ -114,6 +124,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="address of the API")
     p.add_argument("--port", type=int, default=8000, help="port of the API; 0 = any free one")
     p.add_argument("--prefills", type=int, default=1, help="prefill instances")
+    p.add_argument(
+        "--role",
+        choices=("decode", "both"),
+        default="decode",
+        help="both: decode instances compute their own prompts, none is started for prefill",
+    )
     p.add_argument("--decodes", type=int, default=1, help="decode instances")
     p.add_argument("--preset", default="tiny-demo", help="of every service; '' = none")
     p.add_argument("--ask", metavar="TEXT", help="start, ask one question, print the answer, stop")
@@ -210,19 +226,20 @@ def demo(options: Options, deadline_s: float, on_line: OnLine | None) -> None:
 
 def options_of(args: argparse.Namespace, rest: Sequence[str]) -> Options:
     """What to start. ConfigError for words that are no flags."""
-    flags = split_flags(rest)
+    is_alone = args.role == "both"
+    flags = split_flags(rest, is_alone)
     if args.preset and has_own_drafter(flags):
         flags["prefill"][:0] = ["--drafter", DRAFTER]
         flags["decode"][:0] = ["--drafter", DRAFTER, "--draft-tokens", str(DRAFT_TOKENS)]
     return Options(
         host=args.host,
         port=0 if args.demo else args.port,
-        n_prefills=args.prefills,
+        n_prefills=0 if is_alone else args.prefills,
         n_decodes=args.decodes,
         preset=args.preset,
         router_flags=tuple(flags["router"]),
         prefill_flags=tuple(flags["prefill"]),
-        decode_flags=tuple(flags["decode"]),
+        decode_flags=("--role", "both", *flags["decode"]) if is_alone else tuple(flags["decode"]),
     )
 
 

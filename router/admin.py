@@ -141,8 +141,9 @@ class Admin:
         return json_response({"aborted": n}, 202)
 
     async def flush_caches(self, request: Request) -> Response:
-        """Drop unpinned pages of the prefix cache of every usable prefill instance."""
-        instances = self._registry.usable(Role.PREFILL)
+        """Drop unpinned pages of the prefix cache of every usable instance that computes prompts."""
+        alone = [i for i in self._registry.usable(Role.DECODE) if i.view().is_alone]
+        instances = [*self._registry.usable(Role.PREFILL), *alone]
         answers = await asyncio.gather(*(self._flush(instance) for instance in instances))
         return json_response(answers, 202)
 

@@ -27,7 +27,8 @@ def reasons_not_ready(serving: Serving) -> list[dict[str, str]]:
     reasons: list[dict[str, str]] = []
     if serving.lifecycle.is_draining:
         reasons.append({"code": "draining", "detail": "the router is on its way out"})
-    for role in Role:
+    live = serving.registry.live_decode()
+    for role in Role if live is None else ():
         if not serving.registry.usable(role):
             known = [
                 f"{instance.address} is {instance.state.value}"
@@ -37,7 +38,7 @@ def reasons_not_ready(serving: Serving) -> list[dict[str, str]]:
             ]
             detail = "; ".join(known) or f"no {role.value} instance is registered"
             reasons.append({"code": f"no_{role.value}_available", "detail": detail})
-    if not reasons and serving.registry.live_pair() is None:
+    if not reasons and live is None:
         detail = "no decode instance has the cache layout and the weights of a prefill instance"
         reasons.append({"code": "incompatible", "detail": detail})
     return reasons
@@ -68,12 +69,12 @@ async def version(request: Request) -> Response:
         for instance in serving.registry.usable(role)
         if (identity := instance.identity) is not None
     ]
-    live = serving.registry.live_pair()
+    live = serving.registry.live_decode()
     return json_response(
         {
             "version": serving.version,
             "config_hash": serving.config_hash,
-            "layout_fingerprint": live[0].layout_fingerprint if live else None,
+            "layout_fingerprint": live.layout_fingerprint if live else None,
             "system_fingerprint": serving.fingerprint(),
             "instances": [
                 {

@@ -158,7 +158,10 @@ class Dispatcher:
             trace.n_calls += 1
             trace.pair = placement.pair
             trace.decode_id = placement.pair.decode.instance_id
-            trace.prefill_id = placement.pair.prefills[0].instance_id
+            first = (*placement.pair.prefills, placement.pair.decode)[
+                0
+            ]  # decode where it needs none
+            trace.prefill_id = first.instance_id
             sample.on_dispatch(trace)
             call = _Call(self._registry, self._channels, sample, placement, trace)
             try:

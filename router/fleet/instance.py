@@ -219,6 +219,7 @@ class Instance:
             depth=max(identity.depth, 1),
             max_model_len=identity.max_model_len,
             max_rows=identity.max_rows,
+            local_prefill_max=identity.local_prefill_max,
             pages_free=load.pages_free + load.pages_cached - sum(d.pages for d in self._unseen),
             pages_total=load.pages_total,
             slots_free=slots - load.waiting - sum(d.slots for d in self._unseen),

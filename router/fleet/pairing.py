@@ -1,8 +1,8 @@
 """Which decode instance serves a request, and which prefill instances may compute its prompt. Pure.
 
 Decode is chosen first, among those whose last snapshot has room for the request's worst case; then an ordered list of
-prefill candidates with the same cache layout and model. This is an estimate: nothing is reserved here, decode admits or
-refuses. Suspect instances come only when no other exists.
+prefill candidates with the same cache layout and model, or none where decode computes the prompt itself. This is an
+estimate: nothing is reserved here, decode admits or refuses. Suspect instances come only when no other exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class InstanceView:
 
     group_tokens: tokens a page holds over all ranks (page_tokens * cp). pages_free counts what can be handed out now,
     less what was sent there and is not in a snapshot yet. slots: state slots on decode, bounded by rows. usable_tokens:
-    tokens of the request's prompt that a prefill instance need not compute.
+    tokens of the request's prompt that a prefill instance need not compute. local_prefill_max: longest prompt that a
+    decode instance computes itself.
     """
 
     instance_id: str
@@ -42,6 +43,12 @@ class InstanceView:
     waiting_tokens: int = 0
     in_flight: int = 0
     usable_tokens: int = 0
+    local_prefill_max: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a decode instance computes every prompt itself."""
+        return 0 < self.max_model_len <= self.local_prefill_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The choice: decode, and prefill candidates in order of preference."""
+    """The choice: decode, and prefill candidates in order of preference; none where decode needs none."""
 
     decode: InstanceView
     prefills: tuple[InstanceView, ...]
@@ -129,6 +136,11 @@ def can_prefill(need: Need, view: InstanceView) -> bool:
     return need.prompt_len <= min(view.pages_total * view.group_tokens, view.max_model_len)
 
 
+def computes(need: Need, view: InstanceView) -> bool:
+    """Whether a decode instance computes the prompt itself."""
+    return need.prompt_len <= view.local_prefill_max
+
+
 def capacity_tokens(view: InstanceView) -> int:
     """Longest prompt + output an idle decode instance holds."""
     slack = view.depth * (view.draft_tokens + 1) - 2
@@ -152,18 +164,20 @@ def choose(
     able = [view for view in decodes if can_ever_decode(need, view)]
     if not able:
         return NoPair.NEVER_FITS
-    if not prefills:
-        return NoPair.NO_PREFILL
     candidates = [view for view in prefills if can_prefill(need, view)]
-    if not candidates:
-        return NoPair.NEVER_FITS
-    paired = [view for view in able if any(is_compatible(view, other) for other in candidates)]
+    paired = [
+        view
+        for view in able
+        if computes(need, view) or any(is_compatible(view, other) for other in candidates)
+    ]
     if not paired:
-        return NoPair.NO_PREFILL
+        return NoPair.NEVER_FITS if prefills and not candidates else NoPair.NO_PREFILL
     roomy = [view for view in paired if can_decode_now(need, view)]
     if not roomy:
         return NoPair.FULL
     decode = trusted_first(rules.decode, roomy, need)[0]
+    if computes(need, decode):
+        return Pair(decode, ())
     fitting = [look(view) for view in candidates if is_compatible(decode, view)]
     return Pair(decode, tuple(trusted_first(rules.prefill, fitting, need)[: rules.n_candidates]))
 

@@ -123,7 +123,7 @@ class Registry:
     def lease(self, pair: Pair, need: Need) -> Lease:
         """Count one sample at a pair that was just chosen."""
         decode = self.find(pair.decode.address)
-        prefill = self._instances.get(pair.prefills[0].address)
+        prefill = self._instances.get(pair.prefills[0].address) if pair.prefills else None
         decode.circuit.sent(time.monotonic())
         return Lease(decode, prefill, need, time.monotonic())
 
@@ -144,13 +144,12 @@ class Registry:
         decode = self._by_id(pair.decode.instance_id)
         return decode is not None and decode.is_usable
 
-    def live_pair(self) -> tuple[InstanceView, InstanceView] | None:
-        """Some compatible pair; None when no request could be served."""
+    def live_decode(self) -> InstanceView | None:
+        """Some decode instance that a request could be sent to, whatever its length; None when there is none."""
         prefills = _views(self.usable(Role.PREFILL))
         for decode in _views(self.usable(Role.DECODE)):
-            for prefill in prefills:
-                if self._is_compatible(decode, prefill):
-                    return decode, prefill
+            if decode.is_alone or any(self._is_compatible(decode, other) for other in prefills):
+                return decode
         return None
 
     def decode_views(self) -> list[InstanceView]:

@@ -22,9 +22,9 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """Models with a live pair."""
+    """Models that somebody serves."""
     serving: Serving = request.app.state.serving
-    live = serving.registry.live_pair() is not None
+    live = serving.registry.live_decode() is not None
     return json_response({"object": "list", "data": [_model(serving)] if live else []})
 
 
