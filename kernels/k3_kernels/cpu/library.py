@@ -22,6 +22,7 @@ SIGNATURES = {
     "k3_gate": "ppipii",
     "k3_gated_rms_norm": "ppippiiid",
     "k3_linear": "pipipiii",
+    "k3_kda_group": "pipipipppddpppipipipiipiiiiiii",
     "k3_kda_chunk": "pipipipppdidpppppiiiiii",
     "k3_mix": "piippiiid",
     "k3_rms_norm": "pippiid",

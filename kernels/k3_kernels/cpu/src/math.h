@@ -70,8 +70,8 @@ template <typename T> K3_INLINE Vec<T> vtanh(Vec<T> x) {
   return s < T(0.625 * 0.625) ? near : far;
 }
 
-// log(1 + exp x), lane by lane: only gates without a lower bound need it.
+// log(1 + exp x), x itself above 20 as in torch; lane by lane: only gates without a lower bound need it.
 template <typename T> K3_INLINE Vec<T> vsoftplus(Vec<T> x) {
-  for (i64 i = 0; i < Lanes<T>::n; ++i) x[i] = (x[i] > 0 ? x[i] : T(0)) + std::log1p(std::exp(x[i] > 0 ? -x[i] : x[i]));
+  for (i64 i = 0; i < Lanes<T>::n; ++i) x[i] = x[i] > T(20) ? x[i] : std::log1p(std::exp(x[i]));
   return x;
 }

@@ -38,12 +38,32 @@ template <typename T> K3_INLINE Vec<T> load_part(const T* p, i64 n) {
 }
 template <typename T> K3_INLINE void store_part(T* p, Vec<T> v, i64 n) { std::memcpy(p, &v, n * sizeof(T)); }
 
-// Sum and maximum of the lanes, halves folded onto each other.
+// Sum of the lanes, halves folded onto each other; the compilers' shuffle where they have it, the same additions.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define K3_SHUFFLE 1
+#endif
+#endif
+#ifdef K3_SHUFFLE
+K3_INLINE float sum_of(Vec<float> v) {
+  const auto a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  const auto c = b + __builtin_shufflevector(b, b, 2, 3, 2, 3);
+  return c[0] + c[1];
+}
+K3_INLINE double sum_of(Vec<double> v) {
+  const auto a = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  const auto b = a + __builtin_shufflevector(a, a, 2, 3, 2, 3);
+  return b[0] + b[1];
+}
+template <typename T> K3_INLINE T sum(Vec<T> v) { return sum_of(v); }
+#else
 template <typename T> K3_INLINE T sum(Vec<T> v) {
   for (i64 half = Lanes<T>::n / 2; half; half /= 2)
     for (i64 i = 0; i < half; ++i) v[i] += v[i + half];
   return v[0];
 }
+#endif
 template <typename T> K3_INLINE T largest(Vec<T> v) {
   for (i64 half = Lanes<T>::n / 2; half; half /= 2)
     for (i64 i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];

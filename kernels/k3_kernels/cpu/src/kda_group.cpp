@@ -1,0 +1,138 @@
+// Verify groups of a KDA layer, between its projections: k3_kernels.reference.group.verify, both forms.
+// States stay as they lie, [V, K]: a step is one pass over them.
+#include "arena.h"
+#include "rows.h"
+
+namespace {
+
+
+// One token into a head's state, read from `in`, left in `out` (may be the same). u: the delta, [V].
+template <typename T>
+inline void advance(const T* in, T* out, const T* q, const T* k, const T* decay, const T* v, T beta, i64 dim, T* o, T* u) {
+  for (i64 r = 0; r < dim; ++r, in += dim, out += dim) {
+    Vec<T> seen{};
+    over<T>(dim, out, [&](auto at) {
+      const Vec<T> s = at(in) * at(decay);
+      seen += s * at(k);
+      return s;
+    });
+    const T delta = u[r] = (v[r] - sum<T>(seen)) * beta;
+    Vec<T> read{};
+    over<T>(dim, out, [&](auto at) {
+      const Vec<T> s = at(out) + at(k) * delta;
+      read += s * at(q);
+      return s;
+    });
+    o[r] = sum<T>(read);
+  }
+}
+
+// A recorded token into a head's state: record [3 (k, u, g)][N][D] at `record`.
+template <typename T> inline void fold(T* state, const T* record, i64 part, i64 dim, T* decay) {
+  const T *k = record, *u = record + part;
+  over<T>(dim, decay, [&](auto at) { return vexp<T>(at(record + 2 * part)); });
+  for (i64 r = 0; r < dim; ++r, state += dim)
+    over<T>(dim, state, [&](auto at) { return at(state) * at(decay) + at(k) * u[r]; });
+}
+
+template <typename T> inline void log_decay(const T* raw, const T* bias, T decay, T bound, i64 dim, T* g) {
+  over<T>(dim, g, [&](auto at) {
+    const Vec<T> x = at(raw) + at(bias);
+    return bound != T(0) ? vsigmoid<T>(x * decay) * bound : vsoftplus<T>(x) * -decay;
+  });
+}
+
+template <typename T> inline void normalize(T* x, i64 dim, T eps, T factor) {
+  const T scale = factor / std::sqrt(dot(x, x, dim) + eps);
+  over<T>(dim, x, [&](auto at) { return at(x) * scale; });
+}
+
+// The convolution's inputs of a head before the group, [w - 1][3, D], from window [3, D, w - 1] and tail [3, N, D].
+template <typename T> inline void gather(const T* window, const T* tail, i64 tail_tokens, i64 from, i64 kept, i64 dim, T* rows) {
+  for (i64 j = 0; j < kept; ++j, rows += 3 * dim) {
+    const i64 column = from + j;
+    for (i64 s = 0; s < 3; ++s)
+      if (column < kept)
+        for (i64 d = 0; d < dim; ++d) rows[s * dim + d] = window[(s * dim + d) * kept + column];
+      else
+        std::memcpy(rows + s * dim, tail + (s * tail_tokens + column - kept) * dim, dim * sizeof(T));
+  }
+}
+
+// What the next group continues from: rows 1 .. w - 1 are the window, those behind the tail.
+template <typename T> inline void scatter(const T* rows, i64 group, i64 kept, i64 dim, T* window, T* tail, i64 tail_tokens) {
+  for (i64 i = 0; i < 3 * dim; ++i)
+    for (i64 j = 0; j < kept; ++j) window[i * kept + j] = rows[(j + 1) * 3 * dim + i];
+  for (i64 t = 0; t + 1 < group; ++t)
+    for (i64 s = 0; s < 3; ++s)
+      std::memcpy(tail + (s * tail_tokens + t) * dim, rows + (kept + 1 + t) * 3 * dim + s * dim, dim * sizeof(T));
+}
+
+}  // namespace
+
+// u: [tokens, H, 3, D], raw: [tokens, H, D], beta: [tokens, H], tokens = rows * group at the strides given.
+// taps: [H, 3, w, D]. bound 0: a softplus gate. records null: snapshots. o: [tokens, H, D].
+template <typename T>
+static void k3_kda_group(const T* u, i64 u_stride, const T* raw, i64 raw_stride, const T* beta, i64 beta_stride, const T* taps,
+                         const T* bias, const T* decay, double bound, double eps, const i64* slots, const i64* read_columns,
+                         T* states, i64 state_slot, T* windows, i64 window_slot, T* tails, i64 tail_slot, T* records,
+                         i64 record_slot, i64 record_tokens, T* o, i64 columns, i64 tail_tokens, i64 n_rows, i64 group,
+                         i64 heads, i64 dim, i64 conv) {
+  const i64 kept = conv - 1, section = 3 * dim, square = dim * dim;
+  Arena arena;
+  arena.reserve<T>(aligned<T>((kept + group) * section) + aligned<T>(square) + 8 * aligned<T>(section));
+  T *in = arena.take<T>((kept + group) * section), *work = arena.take<T>(square), *y = arena.take<T>(section);
+  T *g = arena.take<T>(dim), *factor = arena.take<T>(dim), *delta = arena.take<T>(dim);
+  const T scale = T(1) / std::sqrt(T(dim));
+  for (i64 b = 0; b < n_rows; ++b) {
+    const i64 slot = slots[b], from = read_columns[b] > 0 ? read_columns[b] : 0;
+    for (i64 h = 0; h < heads; ++h) {
+      T* window = windows + slot * window_slot + h * section * kept;
+      T* tail = tails + slot * tail_slot + h * 3 * tail_tokens * dim;
+      gather(window, tail, tail_tokens, from, kept, dim, in);
+      for (i64 t = 0; t < group; ++t)
+        std::memcpy(in + (kept + t) * section, u + (b * group + t) * u_stride + h * section, section * sizeof(T));
+      scatter(in, group, kept, dim, window, tail, tail_tokens);
+
+      T* record = records ? records + slot * record_slot + h * 3 * record_tokens * dim : nullptr;
+      const T* state = states + (slot * columns + (records ? 0 : from)) * state_slot + h * square;
+      if (records)
+        for (i64 t = 0; t <= read_columns[b]; ++t)
+          fold(const_cast<T*>(state), record + t * dim, record_tokens * dim, dim, factor);
+      for (i64 t = 0; t < group; ++t) {
+        const i64 token = b * group + t;
+        const T* tap = taps + h * 3 * conv * dim;
+        for (i64 s = 0; s < 3; ++s, tap += conv * dim) {
+          const T* x = in + t * section + s * dim;
+          over<T>(dim, y + s * dim, [&](auto at) {
+            Vec<T> acc = at(tap) * at(x);
+            for (i64 j = 1; j < conv; ++j) acc += at(tap + j * dim) * at(x + j * section);
+            return acc * vsigmoid<T>(acc);
+          });
+        }
+        normalize(y, dim, T(eps), scale);
+        normalize(y + dim, dim, T(eps), T(1));
+        log_decay(raw + token * raw_stride + h * dim, bias + h * dim, decay[h], T(bound), dim, g);
+        over<T>(dim, factor, [&](auto at) { return vexp<T>(at(g)); });
+        const T share = T(1) / (T(1) + std::exp(-beta[token * beta_stride + h]));
+        T* next = records ? work : states + (slot * columns + t) * state_slot + h * square;
+        advance(state, next, y, y + dim, factor, y + 2 * dim, share, dim, o + (token * heads + h) * dim, delta);
+        state = next;
+        if (records) {
+          T* own = record + t * dim;
+          std::memcpy(own, y + dim, dim * sizeof(T));
+          std::memcpy(own + record_tokens * dim, delta, dim * sizeof(T));
+          std::memcpy(own + 2 * record_tokens * dim, g, dim * sizeof(T));
+        }
+      }
+    }
+  }
+}
+K3_BOTH(k3_kda_group,
+        (const T* u, i64 u_stride, const T* raw, i64 raw_stride, const T* beta, i64 beta_stride, const T* taps, const T* bias,
+         const T* decay, double bound, double eps, const i64* slots, const i64* read_columns, T* states, i64 state_slot,
+         T* windows, i64 window_slot, T* tails, i64 tail_slot, T* records, i64 record_slot, i64 record_tokens, T* o, i64 columns,
+         i64 tail_tokens, i64 n_rows, i64 group, i64 heads, i64 dim, i64 conv),
+        (u, u_stride, raw, raw_stride, beta, beta_stride, taps, bias, decay, bound, eps, slots, read_columns, states, state_slot,
+         windows, window_slot, tails, tail_slot, records, record_slot, record_tokens, o, columns, tail_tokens, n_rows, group,
+         heads, dim, conv))
