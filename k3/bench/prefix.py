@@ -104,7 +104,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def options(mode: str, args: argparse.Namespace) -> Options:
     """Flags of a mode's cluster."""
     model = ("--model", args.model) if args.model else ()
-    interval = ("--cache-checkpoint-interval", str(args.interval)) if args.interval else ()
+    is_given = mode == "on" and args.interval
+    interval = ("--cache-checkpoint-interval", str(args.interval)) if is_given else ()
     stages = ("--parallel-pp", str(args.pp))
     return Options(
         router_flags=model,

@@ -26,6 +26,7 @@ from k3.config.commandline import (
     report,
     version,
 )
+from k3.config.idle import idle, silent_drafter
 from k3.config.keys import assemble, flatten, json_schema, keys_of, nested
 from k3.config.refusals import refuse, refuse_router
 from k3.config.resolve import Machine, resolve_names, resolve_router, resolve_sizes
@@ -86,7 +87,7 @@ def load_engine(role: str, line: CommandLine, environ: Mapping[str, str]) -> Loa
     raw = assemble(EngineConfig, merged.values)
     config = resolve_names(raw, Machine.here(environ))
     spec = _spec(config)
-    problems += refuse(config, spec)
+    problems += [*idle(raw, merged.sources), *refuse(config, spec)]
     if spec is not None and not problems:
         config = resolve_sizes(config, spec)
     return Loaded(config, _sources(raw, config, merged.sources), tuple(problems))
@@ -162,4 +163,6 @@ def _finish(program: str, tree: type, line: CommandLine, loaded: Loaded[C]) -> C
     if loaded.problems:
         sys.stderr.write(f"{program} {version()} does not start. {refusals(loaded.problems)}\n")
         raise SystemExit(2)
+    if isinstance(loaded.config, EngineConfig) and (told := silent_drafter(loaded.config)):
+        sys.stderr.write(f"{program}: {told}\n")
     return loaded.config

@@ -7,6 +7,7 @@ arguments come in as values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from k3.config.rule import Refusal
 from k3.config.tree import EngineConfig, RouterConfig
 
 TREES: tuple[type, ...] = (EngineConfig, RouterConfig)
+# Set-up and the chart's checks read these; a front hands the last one to its ranks.
+NO_KEYS = frozenset({"K3_VENV", "K3_HELM", "K3_RANK_TOKEN"})
+# Kubernetes tells every pod where the services of its namespace are, and ours are called k3-...
+SERVICE_LINK = re.compile(r"K3_\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
 
 
 @dataclass(slots=True)
@@ -116,14 +121,17 @@ def _merge_mapping(tree: type, merged: Merged, node: object, prefix: str, source
 
 
 def _merge_environment(tree: type, merged: Merged, environ: Mapping[str, str]) -> None:
-    """`K3_SECTION__KEY`; variables of the other kind of process are left to it."""
+    """`K3_SECTION__KEY`; variables of the other kind of process are left to it, any other `K3_` name is refused."""
     variables = {k.variable: k.path for k in keys_of(tree).values()}
     elsewhere = {k.variable for other in TREES for k in keys_of(other).values()}
     for name, text in sorted(environ.items()):
         if name in variables:
             _set(tree, merged, variables[name], text, f"environment {name}")
-        elif name.startswith("K3_") and "__" in name and name not in elsewhere:
-            why = f"there is no such key{suggest(name, elsewhere)}"
+        elif name.startswith("K3_") and name not in elsewhere and name not in NO_KEYS:
+            meant = {known.replace("__", "_"): known for known in elsewhere}.get(name)
+            if meant is None and SERVICE_LINK.fullmatch(name):
+                continue
+            why = f"there is no such key{suggest(meant or name, elsewhere)}"
             merged.problems.append(
                 Refusal("UNKNOWN_KEY", name, why, "unset or rename the variable")
             )

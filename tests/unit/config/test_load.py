@@ -174,6 +174,61 @@ def test_variables_of_the_other_process_are_left_to_it():
     assert loaded.require().http.port == 1
 
 
+@pytest.mark.prefill
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("K3_CACHE_PAGES", "K3_CACHE__PAGES"),
+        ("K3_SERVE_PORT", "K3_SERVE__PORT"),  # looks like a service of Kubernetes, and is none
+        ("K3_PAGE_TOKENS", "K3_CACHE__PAGE_TOKENS"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_name_that_was_meant(name, meant):
+    (problem,) = engine(environ={name: "8"}).problems
+    assert problem.code == "UNKNOWN_KEY"
+    assert f"did you mean {meant}?" in problem.why
+
+
+def test_what_kubernetes_says_of_services_is_no_key():
+    links = ("K3_ROUTER_SERVICE_HOST", "K3_DECODE_0_SERVICE_PORT_GRPC", "K3_ROUTER_PORT")
+    more = ("K3_ROUTER_PORT_8000_TCP", "K3_ROUTER_PORT_8000_TCP_ADDR")
+    assert codes(engine(environ=dict.fromkeys((*links, *more), "x"))) == []
+
+
+@pytest.mark.prefill
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ({"cache.checkpoints": "4"}, "CHECKPOINTS_IDLE"),
+        ({"cache.checkpoint_mode": "copy"}, "CHECKPOINTS_IDLE"),
+        ({"cache.checkpoint_interval": "64"}, "CHECKPOINTS_IDLE"),
+        (
+            {"cache.prefix": "on", "cache.checkpoints": "4", "cache.state_slots": "99"},
+            "CHECKPOINTS_BESIDE_SLOTS",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(flags, code):
+    assert codes(engine("prefill", flags=flags)) == [code]
+
+
+@pytest.mark.prefill
+def test_a_preset_may_prepare_what_is_not_switched_on():
+    assert codes(engine("prefill", preset="tiny-demo")) == []
+    used = {"cache.prefix": "on", "cache.checkpoints": "4", "cache.checkpoint_mode": "copy"}
+    assert codes(engine("prefill", flags=used)) == []
+
+
+@pytest.mark.dspark
+def test_a_drafter_that_decode_does_not_load_is_told_of(capsys):
+    argv = ["--drafter", "draft-mla"]
+    load.engine_config("decode", argv)
+    assert "draft_tokens=0 switches drafts off" in capsys.readouterr().err
+    load.engine_config("decode", [*argv, "--draft-tokens", "7"])
+    load.engine_config("prefill", argv)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
 def test_every_preset_is_accepted_by_every_process(preset, role):
