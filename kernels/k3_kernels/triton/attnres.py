@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 1024
+TILE = 16384  # elements of all candidates a program looks at once; so few tokens have all their loads under way
 
 
 @triton.jit
@@ -62,6 +62,7 @@ def mix(candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     assert candidates_TJH.stride(2) == 1, f"candidates: strides {candidates_TJH.stride()}"
     assert weight_H.dtype == torch.float32, f"mixing weight in {weight_H.dtype}: expected float32"
     o = torch.empty(n_tokens, width, dtype=candidates_TJH.dtype, device=candidates_TJH.device)
+    padded = triton.next_power_of_2(n_candidates)
     if n_tokens:
         _mix[(n_tokens,)](
             candidates_TJH,
@@ -72,8 +73,8 @@ def mix(candidates_TJH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
             n_candidates,
             width,
             eps,
-            J=triton.next_power_of_2(n_candidates),
-            CHANNELS=min(CHANNELS, triton.next_power_of_2(width)),
+            J=padded,
+            CHANNELS=min(TILE // padded, triton.next_power_of_2(width)),
             num_warps=8,
         )
     return o

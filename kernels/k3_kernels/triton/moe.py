@@ -5,9 +5,6 @@ pairs of every expert held here, and programs of the products share out the bloc
 pairs) among themselves. Weights are the left operand: a block needs few tokens, and with few tokens reading the weights
 is all that counts. Pairs of experts held elsewhere are never touched.
 
-MXFP4 weights become bfloat16 (or the activations' dtype) in registers. A byte holds an even and an odd input, so even
-and odd inputs are two products, and nothing is interleaved.
-
 Letters: T tokens, k choices, Z expert input and output width, F inner width, E experts held here.
 """
 
@@ -21,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts
+from k3_kernels.triton.mxfp4 import packed_step
 
 PAIRS = 1024  # a program of `_group` looks at so many at once
 SUM = 1024  # channels of a program of `_sum`
@@ -41,13 +39,6 @@ def _group(ids_ptr, pairs_ptr, counts_ptr, first, n_pairs, capacity, PAIRS: tl.c
 
 
 @triton.jit
-def _fp4(code, factor):
-    """Values of 4-bit codes: their bits as a float32 of tiny exponent, then scaled. factor: group scale times 2^126."""
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * factor
-
-
-@triton.jit
 def _product(
     x_row,
     here,
@@ -59,35 +50,39 @@ def _product(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Weight rows times tokens: [ROWS, TOKENS] float32. Rows are pointers; `width` inputs."""
-    dtype: tl.constexpr = x_row.dtype.element_ty
+    """Weight rows times tokens: [ROWS, TOKENS] float32. Rows are pointers; `width` inputs. EVEN: tiles are whole."""
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    group = tl.arange(0, WIDTH // 32)[None, :]
+    scale = group
+    if PACKED:
+        at = scale_row[:, None] + group
+        scale = tl.load(at, mask=inside[:, None] & (group < width // 32), other=0)
     for start in tl.range(0, width, WIDTH, num_stages=STAGES):
         k = start + tl.arange(0, WIDTH)[None, :]
-        x = tl.load(x_row[:, None] + k, mask=here[:, None] & (k < width), other=0.0)
-        if PACKED:
-            even, odd = tl.split(tl.reshape(x, [TOKENS, WIDTH // 2, 2]))
-            byte = start // 2 + tl.arange(0, WIDTH // 2)[None, :]
-            codes = tl.load(
-                w_row[:, None] + byte, mask=inside[:, None] & (byte < width // 2), other=0
-            )
-            group = start // 32 + tl.arange(0, WIDTH // 32)[None, :]
-            scale = tl.load(
-                scale_row[:, None] + group, mask=inside[:, None] & (group < width // 32), other=0
-            )
-            # 2^(scale - 127) by its bits, 2^-127 for a zero byte; twice, because 2^126 times it may be too large.
-            power = tl.maximum(scale.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
-            power = tl.broadcast_to(power[:, :, None], [ROWS, WIDTH // 32, 16])
-            power = tl.reshape(power, [ROWS, WIDTH // 2])
-            codes = codes.to(tl.int32)
-            low = (_fp4(codes & 15, 2.0**126) * power).to(dtype)
-            high = (_fp4(codes >> 4, 2.0**126) * power).to(dtype)
-            acc = tl.dot(low, tl.trans(even), acc, input_precision="ieee")
-            acc = tl.dot(high, tl.trans(odd), acc, input_precision="ieee")
+        if EVEN:
+            x = tl.load(x_row[:, None] + k, mask=here[:, None], other=0.0)
         else:
-            w = tl.load(w_row[:, None] + k, mask=inside[:, None] & (k < width), other=0.0)
+            x = tl.load(x_row[:, None] + k, mask=here[:, None] & (k < width), other=0.0)
+        if PACKED:
+            word = start // 8 + tl.arange(0, WIDTH // 8)[None, :]
+            if EVEN:
+                words = tl.load(w_row[:, None] + word)
+            else:
+                known = inside[:, None] & (word < width // 8)
+                words = tl.load(w_row[:, None] + word, mask=known, other=0)
+            acc = packed_step(acc, x, words, scale, ROWS, TOKENS, WIDTH // 8)
+            # Single bytes cannot be copied ahead by the pipeline: the next ones are asked for here.
+            group += WIDTH // 32
+            at = scale_row[:, None] + group
+            scale = tl.load(at, mask=inside[:, None] & (group < width // 32), other=0)
+        else:
+            if EVEN:
+                w = tl.load(w_row[:, None] + k)
+            else:
+                w = tl.load(w_row[:, None] + k, mask=inside[:, None] & (k < width), other=0.0)
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     return acc
 
@@ -152,12 +147,13 @@ def _inner(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
     CLIPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """situ of gate and up products: active [pair, F]. A block has ROWS / 2 gate rows and their up rows in turn."""
     dtype: tl.constexpr = active_ptr.dtype.element_ty
-    stored: tl.constexpr = 2 if PACKED else 1
+    stored: tl.constexpr = 8 if PACKED else 1
     begins, ends, total = _blocks(counts_ptr, n_experts, f_width, E, ROWS // 2, TOKENS)
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, block, pair, here = _block(
@@ -177,6 +173,7 @@ def _inner(
             TOKENS,
             WIDTH,
             PACKED,
+            EVEN,
             STAGES,
         )
         inner = tl.reshape(inner.to(dtype), [ROWS // 2, 2, TOKENS])
@@ -207,10 +204,11 @@ def _outer(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Down products: y [pair, Z]."""
-    stored: tl.constexpr = 2 if PACKED else 1
+    stored: tl.constexpr = 8 if PACKED else 1
     begins, ends, total = _blocks(counts_ptr, n_experts, z_width, E, ROWS, TOKENS)
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, block, pair, here = _block(
@@ -229,6 +227,7 @@ def _outer(
             TOKENS,
             WIDTH,
             PACKED,
+            EVEN,
             STAGES,
         )
         at = y_ptr + pair[:, None] * z_width + z[None, :]
@@ -266,10 +265,10 @@ class Tuning:
 
 
 def tuned(n_tokens: int, packed: bool) -> Tuning:
-    """Few tokens: the weights stream through. Many: tiles that use a weight more often."""
+    """Few tokens: the weights stream through. Many: tiles that use a weight more often. As measured on an H200."""
     if n_tokens > 512:
-        return Tuning(128, 64, 64, 3, 4, 2)
-    return Tuning(128, 16, 128, 3, 4, 2) if packed else Tuning(64, 16, 128, 3, 4, 2)
+        return Tuning(128, 64, 128, 2, 4, 2) if packed else Tuning(128, 64, 64, 4, 8, 2)
+    return Tuning(128, 16, 128, 3, 4, 3) if packed else Tuning(64, 16, 128, 3, 4, 3)
 
 
 def experts(
@@ -329,10 +328,22 @@ def experts(
         beta,
         1.0 if linear_beta is None else linear_beta,
         CLIPPED=linear_beta is not None,
+        EVEN=z_width % chosen.width == 0 and f_width % (chosen.rows // 2) == 0,
         **constants,
     )
     _outer[grid](
-        active, w2, w2_scale, counts, pairs, y, n_experts, n_tokens, z_width, f_width, **constants
+        active,
+        w2,
+        w2_scale,
+        counts,
+        pairs,
+        y,
+        n_experts,
+        n_tokens,
+        z_width,
+        f_width,
+        EVEN=f_width % chosen.width == 0 and z_width % chosen.rows == 0,
+        **constants,
     )
     _sum[(n_tokens, triton.cdiv(z_width, SUM))](
         y,
@@ -355,7 +366,7 @@ def _matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor, b
         case DenseExperts(_, w13, w2):
             parts = (w13, w13, w2, w2, False)
         case PackedExperts(_, w13, s13, w2, s2):
-            parts = (w13, s13, w2, s2, True)
+            parts = (w13.view(torch.int32), s13, w2.view(torch.int32), s2, True)
         case _:
             raise TypeError(
                 f"expert weights {type(weights).__name__}: expected dense or packed ones"

@@ -15,8 +15,35 @@ from torch import Tensor
 
 from k3_kernels.reference.moe import Routing
 
-TOKENS, EXPERTS, WIDTH = 32, 64, 64  # a program's tile of logits, and its step along the width
-PIECE = 1024  # of the hidden width, at least
+TOKENS, EXPERTS, WIDTH = (
+    64,
+    64,
+    64,
+)  # a program's tile of logits at most, and its step along the width
+PIECE = 512  # of the hidden width, at least
+
+
+@triton.jit
+def _leading(x):
+    """The first 8 of a float32's 24 digits as bfloat16, and the rest."""
+    bits = x.to(tl.int32, bitcast=True)
+    first = (bits & -65536).to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - first
+
+
+@triton.jit
+def _exact_dot(gate, x, acc):
+    """gate x^T, gate in float32. Its digits are three bfloat16 numbers, whose products with a bfloat16 are exact."""
+    if x.dtype == tl.bfloat16:
+        first, rest = _leading(gate)
+        second, rest = _leading(rest)
+        third, _ = _leading(rest)
+        acc = tl.dot(third, tl.trans(x), acc)
+        acc = tl.dot(second, tl.trans(x), acc)
+        acc = tl.dot(first, tl.trans(x), acc)
+    else:
+        acc = tl.dot(gate, tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -32,6 +59,7 @@ def _logits(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -39,15 +67,16 @@ def _logits(
     known, real = token < n_tokens, expert < n_experts
     x_row = x_ptr + token.to(tl.int64)[:, None] * x_token
     gate_row = gate_ptr + expert[:, None] * width
-    logits = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
-    for start in tl.range(split * piece, tl.minimum(split * piece + piece, width), WIDTH):
+    logits = tl.zeros([EXPERTS, TOKENS], dtype=tl.float32)
+    first = split * piece
+    for start in tl.range(first, tl.minimum(first + piece, width), WIDTH, num_stages=STAGES):
         channel = start + tl.arange(0, WIDTH)[None, :]
         inside = channel < width
-        x = tl.load(x_row + channel, mask=known[:, None] & inside, other=0.0).to(tl.float32)
+        x = tl.load(x_row + channel, mask=known[:, None] & inside, other=0.0)
         gate = tl.load(gate_row + channel, mask=real[:, None] & inside, other=0.0)
-        logits = tl.dot(x, tl.trans(gate), logits, input_precision="tf32x3")
+        logits = _exact_dot(gate, x, logits)
     at = (split.to(tl.int64) * n_tokens + token[:, None]) * n_experts + expert[None, :]
-    tl.store(logits_ptr + at, logits, mask=known[:, None] & real[None, :])
+    tl.store(logits_ptr + at, tl.trans(logits), mask=known[:, None] & real[None, :])
 
 
 @triton.jit
@@ -138,8 +167,9 @@ def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple
     weight = torch.empty(n_tokens, rule.top_k, **options)
     if not n_tokens:
         return ids, weight
-    grid = (triton.cdiv(n_tokens, TOKENS), triton.cdiv(n_experts, EXPERTS), pieces)
-    tile = {"TOKENS": TOKENS, "EXPERTS": EXPERTS, "WIDTH": WIDTH}
+    tokens = 16 if n_tokens <= 16 else TOKENS
+    grid = (triton.cdiv(n_tokens, tokens), triton.cdiv(n_experts, EXPERTS), pieces)
+    tile = {"TOKENS": tokens, "EXPERTS": EXPERTS, "WIDTH": WIDTH, "STAGES": 3}
     _logits[grid](
         x_TD,
         gate_ED,
@@ -173,6 +203,6 @@ def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple
         SIGMOID=rule.activation == "sigmoid",
         LIMITED=limited,
         RENORMALIZE=rule.renormalize and rule.top_k > 1,
-        num_warps=1,
+        num_warps=4,
     )
     return ids, weight

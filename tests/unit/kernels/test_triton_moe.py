@@ -75,15 +75,17 @@ def in_dtype(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     raise AssertionError(type(weights))
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 3e-5), (torch.float16, 2e-2)], ids=str)
 @pytest.mark.parametrize(
-    "tokens, top_k, first, count, z, f, packed",
+    "tokens, top_k, first, count, z, f, packed, dtype, atol",
     [
-        (1, 1, 0, 1, 5, 3, False),
-        (18, 3, 2, 4, 70, 37, False),
-        (3, 4, 0, 6, 130, 9, False),
-        (17, 2, 1, 2, 96, 32, True),
+        (1, 1, 0, 1, 5, 3, False, torch.float32, 3e-5),
+        (18, 3, 2, 4, 70, 37, False, torch.float32, 3e-5),
+        (2, 4, 0, 6, 130, 9, False, torch.float16, 2e-2),
+        (2, 1, 0, 2, 64, 64, False, torch.float32, 3e-5),
+        (17, 2, 1, 2, 96, 32, True, torch.float32, 3e-5),
+        (2, 2, 1, 2, 64, 64, True, torch.float16, 2e-2),
     ],
+    ids=str,
 )
 def test_experts_equal_the_reference(
     tokens: int,
@@ -111,10 +113,10 @@ def test_experts_equal_the_reference(
 
 
 def test_every_code_and_scale_is_read_as_the_reference_reads_it() -> None:
-    """Inputs are unit vectors, so every product is one weight; scales from the smallest to large ones."""
+    """Inputs are unit vectors, so every product is one weight; scales from 2^-61 up."""
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes | (codes.flip(0) << 4)).repeat(1, 64, 1)  # rows of 32 inputs
-    scale = torch.linspace(0, 140, 64).to(torch.uint8).view(1, 64, 1)
+    scale = torch.linspace(66, 140, 64).to(torch.uint8).view(1, 64, 1)
     w13 = PackedExperts(0, packed, scale, packed[:, :32, :], scale[:, :32], torch.float32)
     x = torch.eye(32)
     ids, weight = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1)
