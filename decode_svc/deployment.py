@@ -23,6 +23,7 @@ from k3.cache.layout import DTYPE_BYTES, PROTO_VERSION
 from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
 from k3.calibration import Calibration
+from k3.config import speculation
 from k3.errors import LayoutMismatch
 from k3.model.spec import LayerKind
 from k3.rank import deployment
@@ -57,7 +58,8 @@ class Deployment(deployment.Deployment):
     def _memory(self, prompts: PrefillScheduler | None) -> Memory:
         config = self.config
         if prompts is not None and config.role == "both":
-            return CachedMemory(prompts.cache, self._chain)
+            by_row = speculation.keeps_context(config)
+            return CachedMemory(prompts.cache, self._chain, has_rings_of_rows=by_row)
         n_slots = config.cache.state_slots - self.N_DUMMIES
         return PoolMemory(PagePool(config.cache.pages), SlotPool(n_slots, first=self.N_DUMMIES))
 

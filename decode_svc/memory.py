@@ -31,7 +31,9 @@ class Place(NamedTuple):
 
 
 class Memory(Protocol):
-    """What the scheduler asks of memory. n_pages: what the longest request may take."""
+    """What the scheduler asks of memory. has_rings_of_rows: draft rings belong to rows, not to state slots."""
+
+    has_rings_of_rows: bool
 
     @property
     def n_pages(self) -> int:
@@ -76,6 +78,7 @@ class PoolMemory:
     """See the module's docstring."""
 
     def __init__(self, pages: PagePool, slots: SlotPool) -> None:
+        self.has_rings_of_rows = False
         self._pages, self._slots = pages, slots
         self._places: dict[int, Place] = {}
 
@@ -130,8 +133,13 @@ class CachedMemory:
     """See the module's docstring. chain: hashes of a request's whole pages."""
 
     def __init__(
-        self, cache: PrefixCache, chain: Callable[[DecodeRequest], tuple[bytes, ...]]
+        self,
+        cache: PrefixCache,
+        chain: Callable[[DecodeRequest], tuple[bytes, ...]],
+        *,
+        has_rings_of_rows: bool,
     ) -> None:
+        self.has_rings_of_rows = has_rings_of_rows
         self._cache, self._chain = cache, chain
         self._holdings: dict[int, Holding] = {}
         self._waiting: tuple[int, Prompt] | None = None  # at the head of the queue, hashed once

@@ -66,11 +66,20 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The memory of one request, on every rank alike. `row` carries the epoch that plans are fenced with."""
+    """The memory of one request, on every rank alike. `row` carries the epoch that plans are fenced with.
+
+    has_ring_of_row: its draft ring is that of the row, else that of the state slot.
+    """
 
     pages: tuple[int, ...]
     state_slot: int
     row: Slot
+    has_ring_of_row: bool = False
+
+    @property
+    def draft_slot(self) -> int:
+        """Its draft ring."""
+        return self.row.index if self.has_ring_of_row else self.state_slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from decode_svc.capacity import worst_len
@@ -109,7 +109,9 @@ class DecodeScheduler:
             request = self._queue.pop(0)
             request.apply(Event.ADMIT)
             place = self.memory.take(request, self._pages_needed(request.spec))
-            request.reservation = Reservation(*place, self.rows.allocate())
+            request.reservation = Reservation(
+                *place, self.rows.allocate(), self.memory.has_rings_of_rows
+            )
             if request.wait_s is None:
                 request.wait_s = now - request.arrived_s
             self._filling[request.key] = request
@@ -183,7 +185,7 @@ class DecodeScheduler:
 
     def moved(self, request: DecodeRequest, place: Place) -> None:
         """The caches lie elsewhere than they were reserved: found pages were shared, states were filed."""
-        request.reservation = Reservation(*place, request.held.row)
+        request.reservation = replace(request.held, pages=place.pages, state_slot=place.state_slot)
 
     def requeue(self, request: DecodeRequest) -> Hold:
         """The candidate failed: give the reservation up, wait at the old place in the queue; returns the quarantine."""

@@ -61,7 +61,7 @@ def open_row(request: DecodeRequest) -> plan_pb2.OpenRow:
         anchor=output[-1],
         pages=held.pages,
         state_slot=held.state_slot,
-        draft_slot=held.state_slot if draft_tokens else None,
+        draft_slot=held.draft_slot if draft_tokens else None,
         draft_valid=request.draft_valid,
         sampling=convert.sampling_to_proto(spec.sampling),
         stop=convert.stop_to_proto(spec.stop),

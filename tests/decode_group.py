@@ -305,7 +305,14 @@ class DecodeGroup:
             draft_places=speculation.places(config, spec),
             keeps_context=speculation.keeps_context(config),
         )
-        return Storage(layout, config.cache.pages, config.cache.state_slots, CPU, fill_nan=True)
+        return Storage(
+            layout,
+            config.cache.pages,
+            config.cache.state_slots,
+            CPU,
+            n_rings=speculation.rings(config),
+            fill_nan=True,
+        )
 
     def _rank(self, rank: int, spec: K3Spec) -> DecodeRank:
         model, config, storage = self.model, self.config, self.storages[rank]

@@ -20,7 +20,7 @@ from k3.sampling import Flavour, Purpose, Recipe, pick
 
 
 class Drafting:
-    """Owns the ring's content; the state slot of a row is also its ring."""
+    """Owns the rings' content."""
 
     def __init__(self, drafter: Drafter, ring: DraftRing, table: RowTable) -> None:
         self._drafter = drafter
@@ -34,7 +34,7 @@ class Drafting:
         position_BG = base_B.unsqueeze(1) + offsets_G
         keep_BG = offsets_G <= accepted_B.unsqueeze(1)
         keep_BG = keep_BG & (rows_B != DUMMY_ROW).unsqueeze(1)
-        slot_BG = self._table.state_slot_R[rows_B].unsqueeze(1).expand_as(position_BG)
+        slot_BG = self._table.draft_slot_R[rows_B].unsqueeze(1).expand_as(position_BG)
         position_T = position_BG.flatten()
         rows = self._drafter.context(taps_TXD, position_T)
         self._ring.write(rows, slot_BG.flatten(), position_T, keep_BG.flatten())
@@ -44,7 +44,7 @@ class Drafting:
         table = self._table
         base_B = table.base_R[rows_B]
         context = self._ring.read(
-            table.state_slot_R[rows_B], table.draft_start_R[rows_B], base_B, max_base
+            table.draft_slot_R[rows_B], table.draft_start_R[rows_B], base_B, max_base
         )
         is_drawn = table.proposal_RKV is not None and flavour.sampled
         choose = self._drawing(rows_B, base_B, flavour) if is_drawn else None

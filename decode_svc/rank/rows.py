@@ -51,7 +51,7 @@ class RowTable:
         n_rows = max_rows + 1
         self.device = device
         self.vocab_size = vocab_size
-        self._words = torch.zeros(6, n_rows, dtype=torch.int64, device=device)
+        self._words = torch.zeros(7, n_rows, dtype=torch.int64, device=device)
         (
             self.base_R,
             self.anchor_R,
@@ -59,6 +59,7 @@ class RowTable:
             self.read_column_R,
             self.draft_start_R,
             self.state_slot_R,
+            self.draft_slot_R,
         ) = self._words.unbind(0)
         self.read_column_R.fill_(JUST_FILLED)
         self.draft_start_R.fill_(NO_ROWS)
@@ -108,6 +109,7 @@ class RowTable:
             JUST_FILLED,
             0 if row.draft_valid else row.base,
             row.state_slot,
+            row.draft_slot if row.HasField("draft_slot") else row.state_slot,
         )
         self._words[:, row.row] = torch.tensor(words, dtype=torch.int64, device=self.device)
         pages = [*row.pages, *[NO_PAGE] * (self.pages_RW.shape[1] - len(row.pages))]

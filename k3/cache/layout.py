@@ -12,8 +12,9 @@ layers). Everything one request moves lies together, so one page or one head ran
 | draft  | page | `DraftSpec.place_shape`, last stage              | replicated or head_shard | yes |
 
 At decode a unit of `draft` is one page place of a slot's ring: `columns` of them belong to a slot. A decode instance
-that finds prompts in a cache of its own keeps the rows in pages as well: field `context`, shaped like `draft`, never
-sent. What takes a verify group back (`Rollback`) lies beside the fields and is never sent either.
+that finds prompts in a cache of its own keeps the rows in pages as well (field `context`, shaped like `draft`, never
+sent); its rings belong to rows of the batch, since checkpoints need none. What takes a verify group back (`Rollback`)
+lies beside the fields and is never sent either.
 
 Pure arithmetic: no torch. `k3/cache/storage.py` allocates, `k3/transfer/plan.py` computes copies.
 """
@@ -42,6 +43,7 @@ class Unit(Enum):
 
     PAGE = "page"
     SLOT = "slot"
+    RING = "ring"
 
 
 class Placement(Enum):
@@ -142,14 +144,20 @@ class CacheLayout:
         fields = sum(f.unit_bytes * f.columns for f in self.fields if f.unit is Unit.SLOT)
         return fields + self.rollback.slot_bytes
 
-    def pages_for(self, memory_bytes: int, n_slots: int) -> int:
-        """Pages that fit beside `n_slots` state slots; 0 or less when the slots alone do not fit.
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes one draft ring that belongs to a row costs on this rank."""
+        return sum(f.unit_bytes * f.columns for f in self.fields if f.unit is Unit.RING)
+
+    def pages_for(self, memory_bytes: int, n_slots: int, n_rings: int = 0) -> int:
+        """Pages that fit beside `n_slots` state slots and `n_rings` rings of rows; 0 or less when those do not fit.
 
         A rank without page fields can number any page, so it never limits the group.
         """
         if self.page_bytes == 0:
             return 1 << 30
-        return (memory_bytes - n_slots * self.slot_bytes) // self.page_bytes
+        beside = n_slots * self.slot_bytes + n_rings * self.ring_bytes
+        return (memory_bytes - beside) // self.page_bytes
 
 
 def build_layout(
@@ -171,7 +179,7 @@ def build_layout(
     columns: pool slots per state slot (1, or k + 1 for snapshots of a verify group).
     records: tokens of a verify group whose records are kept instead (replay: k + 1); then columns must be 1.
     draft: the drafter whose rows are kept; draft_places: page places of each slot's ring, 0 = rows lie in pages.
-    keeps_context: rows lie in pages as well.
+    keeps_context: rows lie in pages as well, and rings belong to rows.
     """
     if records and columns != 1:
         raise ConfigError(
@@ -196,9 +204,10 @@ def build_layout(
         fields.append(Field("kda", Unit.SLOT, state, state_dtype, head, kda, columns))
         fields.append(Field("conv", Unit.SLOT, conv, dtype, head, kda))
     if draft is not None and stage == mesh.pp - 1:
-        fields.append(_draft_field("draft", draft, shards, page_tokens, dtype, draft_places))
+        unit = Unit.RING if keeps_context else Unit.SLOT if draft_places else Unit.PAGE
+        fields.append(_draft_field("draft", draft, shards, page_tokens, dtype, unit, draft_places))
         if keeps_context:
-            fields.append(_draft_field("context", draft, shards, page_tokens, dtype))
+            fields.append(_draft_field("context", draft, shards, page_tokens, dtype, Unit.PAGE))
     return CacheLayout(
         page_tokens=page_tokens,
         kv_dtype=dtype,
@@ -222,11 +231,17 @@ def build_layout(
 
 
 def _draft_field(
-    name: str, draft: DraftSpec, shards: int, page_tokens: int, dtype: str, places: int = 0
+    name: str,
+    draft: DraftSpec,
+    shards: int,
+    page_tokens: int,
+    dtype: str,
+    unit: Unit,
+    places: int = 0,
 ) -> Field:
     return Field(
         name,
-        Unit.SLOT if places else Unit.PAGE,
+        unit,
         draft.place_shape(page_tokens, shards),
         dtype,
         Placement.REPLICATED if draft.flavour == "mla" else Placement.HEAD_SHARD,

@@ -29,9 +29,10 @@ class Storage:
         n_slots: int,
         device: torch.device,
         *,
+        n_rings: int = 0,
         fill_nan: bool = False,
     ) -> None:
-        """n_pages, n_slots: ids are 0..n-1 (n_slots counts state slots, `columns` pool slots each).
+        """n_pages, n_slots: ids are 0..n-1 (n_slots counts state slots, `columns` pool slots each); n_rings: of rows.
 
         fill_nan: fill with NaN instead of zeros, so that a read of memory nobody wrote shows.
         """
@@ -39,9 +40,10 @@ class Storage:
             raise ConfigError(f"n_pages={n_pages}, n_slots={n_slots}: both must be at least 1")
         self.layout = layout
         self.n_pages, self.n_slots = n_pages, n_slots
+        counts = {Unit.PAGE: n_pages, Unit.SLOT: n_slots, Unit.RING: n_rings}
         fill = float("nan") if fill_nan else 0.0
         self.pools: dict[str, Tensor] = {
-            field.name: _allocate(field, n_pages, n_slots, device).fill_(fill)
+            field.name: _allocate(field, counts[field.unit], device).fill_(fill)
             for field in layout.fields
         }
         self._fill = fill
@@ -119,9 +121,9 @@ class Storage:
             beside[slot] = 0
 
 
-def _allocate(field: Field, n_pages: int, n_slots: int, device: torch.device) -> Tensor:
-    """An aligned tensor [units, *shape]; the allocation is a little larger than the tensor."""
-    units = n_pages if field.unit is Unit.PAGE else n_slots * field.columns
+def _allocate(field: Field, n: int, device: torch.device) -> Tensor:
+    """An aligned tensor [n * columns, *shape]; the allocation is a little larger than the tensor."""
+    units = n * field.columns
     dtype = torch_dtype(field.dtype)
     raw = torch.empty(units * field.unit_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT

@@ -151,6 +151,6 @@ def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
             draft=speculation.drafter(config),
             draft_places=speculation.places(config, spec),
             keeps_context=speculation.keeps_context(config),
-        ).pages_for(cache.memory_bytes, cache.state_slots)
+        ).pages_for(cache.memory_bytes, cache.state_slots, speculation.rings(config))
         for stage in range(mesh.pp)
     )

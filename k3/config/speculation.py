@@ -60,6 +60,11 @@ def keeps_context(config: EngineConfig) -> bool:
     return config.role == "both" and config.cache.prefix == "on" and has_drafter(config)
 
 
+def rings(config: EngineConfig) -> int:
+    """Rings that belong to rows, a dummy included; 0 where each state slot has one, or none is kept."""
+    return config.schedule.max_rows + 1 if keeps_context(config) else 0
+
+
 def places(config: EngineConfig, spec: K3Spec) -> int:
     """Page places of a slot's draft ring; 0 where rows lie in pages, or nowhere."""
     if config.role == "prefill" or not has_drafter(config):

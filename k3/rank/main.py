@@ -155,6 +155,7 @@ def _serve(
         setup.n_pages,
         setup.n_slots,
         device.torch_device,
+        n_rings=speculation.rings(config),
         fill_nan=config.cache.fill_nan,
     )
     progress.report("allocate", 1, 1)
