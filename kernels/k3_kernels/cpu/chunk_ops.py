@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from k3_kernels.cpu.calls import DTYPES, pair
-from k3_kernels.reference import group
+from k3_kernels.reference import group, mla
 from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule
 
 
@@ -77,3 +78,47 @@ def _check(u_THSD: Tensor, raw_THD: Tensor, rule: GroupRule, cache: GroupCache) 
     ):
         assert x.is_contiguous(), f"{name}: strides {x.stride()}, expected contiguous"
         assert x.dtype == dtype, f"{name}: {x.dtype}, expected the activations' {dtype}"
+
+
+class NativePrefill:
+    """`reference.mla.prefill`: torch expands keys and values, the library attends in one pass over them."""
+
+    def __init__(self) -> None:
+        """Raises LibraryError."""
+        self._attend = pair("k3_attend_chunk")
+
+    def prefill(
+        self,
+        q_THD: Tensor,
+        cache_PTK: Tensor,
+        page_table_RW: Tensor,
+        cu_lens: tuple[int, ...],
+        starts: tuple[int, ...],
+        kv_up_HDC: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """o [T, H, V]."""
+        if q_THD.dtype not in DTYPES or cache_PTK.dtype != q_THD.dtype:
+            arguments = (q_THD, cache_PTK, page_table_RW, cu_lens, starts, kv_up_HDC, scale)
+            return mla.prefill(*arguments)
+        if q_THD.stride()[1:] != (q_THD.shape[2], 1):
+            q_THD = q_THD.contiguous()
+        heads, _, rank = kv_up_HDC.shape
+        page_tokens, shared = cache_PTK.shape[1], cache_PTK.shape[2] - rank
+        nope = q_THD.shape[2] - shared
+        key_up, value_up = (x.flatten(0, 1) for x in (kv_up_HDC[:, :nope], kv_up_HDC[:, nope:]))
+        out = q_THD.new_empty(q_THD.shape[0], heads, kv_up_HDC.shape[1] - nope)
+        for r, start in enumerate(starts):
+            lo, hi = cu_lens[r], cu_lens[r + 1]
+            n_keys = start + hi - lo
+            pages = page_table_RW[r, : -(-n_keys // page_tokens)].to(torch.int64)
+            latent = cache_PTK.index_select(0, pages).view(-1, rank + shared)[:n_keys]
+            key = key_up @ latent[:, :rank].t()  # [H * N, S]
+            value = latent[:, :rank] @ value_up.t()  # [S, H * V]
+            extra = latent[:, rank:].t().contiguous()
+            self._attend[q_THD.dtype](
+                *(q_THD[lo:].data_ptr(), q_THD.stride(0), key.data_ptr(), extra.data_ptr()),
+                *(value.data_ptr(), out[lo:].data_ptr(), start, hi - lo, heads, nope, shared),
+                *(out.shape[2], scale),
+            )
+        return out

@@ -19,6 +19,7 @@ ABI = 1  # K3_ABI of src/abi.h
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
+    "k3_attend_chunk": "pippppiiiiiid",
     "k3_gate": "ppipii",
     "k3_gated_rms_norm": "ppippiiid",
     "k3_linear": "pipipiii",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from k3_kernels.api import ReferenceKda
 from k3_kernels.cpu import library
-from k3_kernels.cpu.chunk_ops import NativeChunks
+from k3_kernels.cpu.chunk_ops import NativeChunks, NativePrefill
+from k3_kernels.reference import mla
 from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule
 from k3_kernels.reference.precision import wide
 from torch import Tensor
@@ -113,3 +114,56 @@ def test_a_bfloat16_model_is_computed_by_the_reference() -> None:
     layer = Layer(5, 1, 8, 4, dtype=torch.bfloat16)
     spans = [ChunkSpan(0, 5, -1, 0)]
     assert torch.equal(layer.run(NativeChunks(), spans)[0], layer.run(ReferenceKda(), spans)[0])
+
+
+def _attention(
+    lens: list[int], starts: list[int], widths: tuple[int, int, int, int], dtype: torch.dtype
+):
+    """Chunks of several requests over pages of 7 tokens, NaN where nothing was written."""
+    nope, shared, rank, value = widths
+    generator = torch.Generator().manual_seed(sum(lens))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=F64).to(dtype)
+
+    ends = [start + n for start, n in zip(starts, lens, strict=True)]
+    width = max(-(-end // 7) for end in ends)
+    pages = torch.randperm(len(lens) * width, generator=generator).to(torch.int32)
+    table = pages.view(len(lens), width)
+    cache = torch.full((len(lens) * width, 7, rank + shared + 3), NAN, dtype=dtype)
+    cache = cache[..., : rank + shared]
+    for row, end in zip(table, ends, strict=True):
+        at = torch.arange(end)
+        cache[row[at // 7].long(), at % 7] = draw(end, rank + shared)
+    cu_lens = (0, *torch.tensor(lens).cumsum(0).tolist())
+    q, up = draw(sum(lens), 3, nope + shared), draw(3, nope + value, rank)
+    return q, cache, table, cu_lens, tuple(starts), up, 0.2
+
+
+@pytest.mark.parametrize(
+    ("lens", "starts", "widths"),
+    [
+        ([1], [0], (4, 2, 6, 3)),
+        ([13, 1, 30], [5, 600, 0], (5, 3, 8, 9)),
+        ([300, 25], [0, 250], (32, 16, 24, 40)),
+        ([40], [512], (8, 8, 16, 72)),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(F64, 1e-12), (F32, 2e-5)], ids=["f64", "f32"])
+def test_attention_of_chunks_equals_the_reference_at_odd_sizes(
+    lens: list[int],
+    starts: list[int],
+    widths: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    atol: float,
+) -> None:
+    arguments = _attention(lens, starts, widths, dtype)
+    o = NativePrefill().prefill(*arguments)
+    assert_close(o, mla.prefill(*arguments), atol, "o")
+
+
+def test_attention_weighs_keys_far_below_the_peak_of_later_blocks_with_zero() -> None:
+    q, cache, *rest = _attention([260], [300], (8, 8, 16, 5), F64)
+    arguments = (q * 200, cache, *rest)
+    o = NativePrefill().prefill(*arguments)
+    assert_close(o, mla.prefill(*arguments), 1e-9, "o")
