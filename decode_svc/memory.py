@@ -142,7 +142,7 @@ class CachedMemory:
         self.has_rings_of_rows = has_rings_of_rows
         self._cache, self._chain = cache, chain
         self._holdings: dict[int, Holding] = {}
-        self._waiting: tuple[int, Prompt] | None = None  # at the head of the queue, hashed once
+        self._waiting: tuple[DecodeRequest, Prompt] | None = None  # at the head of the queue, hashed once
 
     @property
     def n_pages(self) -> int:
@@ -195,7 +195,7 @@ class CachedMemory:
         return SlotCounts(counts.total, counts.total - counts.held, counts.held, 0)
 
     def _prompt(self, request: DecodeRequest, n_pages: int) -> Prompt:
-        if self._waiting is None or self._waiting[0] != request.key:
+        if self._waiting is None or self._waiting[0] is not request:
             prompt = Prompt(request.prompt_len, self._chain(request), room=n_pages)
-            self._waiting = (request.key, prompt)
+            self._waiting = (request, prompt)
         return self._waiting[1]
