@@ -241,6 +241,8 @@ def test_every_value_of_our_own_is_closed_by_the_schema() -> None:
     [
         ("router.replica=2", "replica"),
         ("router.replicas=0", "replicas"),
+        ("prefill.replicas=0", "nobody would compute prompts"),
+        ("decode.role=prefill", "role"),
         ("router.config.http.port=9", "port"),
         ("decode.config.schedule.max_row=3", "max_row"),
         ("decode.config.schedule.depth=x", "depth"),

@@ -14,6 +14,12 @@
 {{- end -}}
 {{- $ports := printf "%d-%d" (int $transfer.firstPort) (int $transfer.lastPort) -}}
 {{- $ours := dict "serve" $serve "transfer" (dict "port_range" $ports) -}}
+{{- if eq .component "decode" -}}
+{{- if and (eq $values.role "decode") (lt (int .root.Values.prefill.replicas) 1) -}}
+{{- fail "prefill.replicas=0 with decode.role=decode: nobody would compute prompts; set decode.role=both or raise prefill.replicas" -}}
+{{- end -}}
+{{- $_ := set $ours "role" $values.role -}}
+{{- end -}}
 {{- $model := include "k3.modelConfig" .root | fromYaml -}}
 {{- toYaml (mergeOverwrite (deepCopy $values.config) $model $ours) -}}
 {{- end -}}
