@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k3.device import uploaded
 from k3.types import SamplingParams
 
 NEG_INF = float("-inf")
@@ -134,21 +135,21 @@ class EditTables:
     ) -> None:
         """Overwrite one row with a request's edits. counts: for requests with penalties."""
         device = self.bias_RV.device
-        self.bias_RV[row] = 0.0
+        self.bias_RV[row].zero_()
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=device)
             values = torch.tensor(list(params.logit_bias.values()), device=device)
             self.bias_RV[row].index_copy_(0, ids, values.float())
-        self.ends_RV[row] = False
+        self.ends_RV[row].zero_()
         if end_ids and params.min_tokens > 0:
             self.ends_RV[row].index_fill_(0, torch.tensor(list(end_ids), device=device), True)
-        self.banned_before[row] = banned_before
+        self.banned_before[row].fill_(banned_before)
         penalties = (
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
         )
-        self.penalties[row] = torch.tensor(penalties, dtype=torch.float64, device=device)
+        self.penalties[row] = uploaded(torch.tensor(penalties, dtype=torch.float64), device)
         if counts is not None:
             self.generated_RV[row] = counts.generated_V
             self.in_prompt_RV[row] = counts.in_prompt_V

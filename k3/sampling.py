@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3.device import uploaded
 from k3.edits import Edits, EditTables, TokenCounts
 from k3.types import LogprobParams, SamplingParams, TokenEvent
 
@@ -169,9 +170,10 @@ class Params:
         params = [row.params for row in rows]
         reals = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params]
         whole = [(p.seed, p.sample_index, max(p.top_k, 0), int(p.is_greedy)) for p in params]
+        device = torch.device(device)
         return cls(
-            torch.tensor(reals, dtype=torch.float64, device=device),
-            torch.tensor(whole, dtype=torch.int64, device=device),
+            uploaded(torch.tensor(reals, dtype=torch.float64), device),
+            uploaded(torch.tensor(whole, dtype=torch.int64), device),
         )
 
     def put(self, row: int, sampling: RowSampling) -> None:

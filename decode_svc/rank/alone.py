@@ -4,7 +4,7 @@ The yardstick of a hand-over: every request's caches and context rows are writte
 are those of `k3-decode`. Requests come as JSON lines on stdin until its end:
 `{"prompt": [ids], "max_tokens": n, "end_ids": [ids], "temperature": t, "seed": n}`. Answers leave as JSON lines in the
 same order, `{"ids": [ids], "histogram": [steps by accepted drafts] or null}`, then one of the whole run:
-`{"seconds", "n_steps", "step_s", "forward_s"}`. `k3-bench spec --compare` runs it.
+`{"seconds", "fill_s", "n_steps", "step_s", "forward_s"}`. `k3-bench spec --compare` runs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from k3_kernels.api import Backends, select
 
 from decode_svc import wire
 from decode_svc.deployment import Deployment
+from decode_svc.rank.graphs import GraphRunner
 from decode_svc.rank.loop import DecodeRank, Launched
 from decode_svc.request import DecodeRequest, RequestSpec
 from k3.cache.layout import build_layout
@@ -46,9 +47,10 @@ from k3.v1 import plan_pb2
 
 @dataclass(slots=True)
 class Totals:
-    """Of a run. step_s and forward_s are summed over its decode steps."""
+    """Of a run. fill_s: in prefill. step_s and forward_s are summed over its decode steps."""
 
     seconds: float = 0.0
+    fill_s: float = 0.0
     n_steps: int = 0
     step_s: float = 0.0
     forward_s: float = 0.0
@@ -149,6 +151,11 @@ class Alone:
         )
         self._rank.warm_up()
 
+    @property
+    def runner(self) -> GraphRunner:
+        """How the rank launches steps."""
+        return self._rank.runner
+
     def answer(self, specs: Sequence[RequestSpec]) -> list[DecodeRequest]:
         """Serve all, as many at once as the configuration has rows. Raises RequestRejected, QueueFull."""
         started = time.perf_counter()
@@ -174,8 +181,10 @@ class Alone:
 
     def _fill(self, request: DecodeRequest) -> None:
         """Prefill in place, then hand the request to its row."""
+        started = time.perf_counter()
         self.scheduler.fill(request)
         first = self._prefill(request)
+        self.totals.fill_s += time.perf_counter() - started
         request.draft_valid = self._drafter is not None
         if self.scheduler.first_token(request, first).finish is None:
             self.scheduler.filled(request)
@@ -239,9 +248,7 @@ def main() -> None:
             "histogram": None if total is None else list(total.histogram),
         }
         sys.stdout.write(json.dumps(answer) + "\n")
-    t = alone.totals
-    totals = {"seconds": t.seconds, "n_steps": t.n_steps, "step_s": t.step_s}
-    sys.stdout.write(json.dumps(totals | {"forward_s": t.forward_s}) + "\n")
+    sys.stdout.write(json.dumps(asdict(alone.totals)) + "\n")
 
 
 if __name__ == "__main__":

@@ -78,8 +78,7 @@ class DecodeRank:
             proposals=None if acceptance == "match" else wide(context.stage.dtype),
             confident=speculation.is_by_confidence(config),
         )
-        runner = runner or open_runner(context)
-        self._recorder = runner if isinstance(runner, CudaGraphs) else None
+        self.runner = runner = runner or open_runner(context)
         relay = _relay(context)
         self._step, self._next = self._make_step(ledger, acceptance, depth.steps, runner, relay)
         self._chunks = None
@@ -144,10 +143,10 @@ class DecodeRank:
         for bucket in (1, self._max_rows):
             self._step.warm_up(bucket)
             self._report("warm-up", bucket, self._max_rows)
-        if self._recorder is not None:
+        if isinstance(self.runner, CudaGraphs):
             assert isinstance(self._step, VerifyStep), "only steps of one stage are recorded"
             report = partial(self._report, "graphs")
-            self._recorder.record(self._context.config, self._step.prepare, report)
+            self.runner.record(self._context.config, self._step.prepare, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:
         progress = plan_pb2.LoadProgress(stage=stage, done=done, total=total)

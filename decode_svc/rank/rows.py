@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from decode_svc.rank.grammar import Grammar
+from k3.device import uploaded
 from k3.edits import EditTables, TokenCounts
 from k3.rpc.convert import logprobs_from_proto, sampling_from_proto, stop_from_proto
 from k3.sampling import Flavour, Params, Recipe, RowSampling
@@ -111,9 +112,9 @@ class RowTable:
             row.state_slot,
             row.draft_slot if row.HasField("draft_slot") else row.state_slot,
         )
-        self._words[:, row.row] = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self._words[:, row.row] = uploaded(torch.tensor(words, dtype=torch.int64), self.device)
         pages = [*row.pages, *[NO_PAGE] * (self.pages_RW.shape[1] - len(row.pages))]
-        self.pages_RW[row.row] = torch.tensor(pages, dtype=torch.int32, device=self.device)
+        self.pages_RW[row.row] = uploaded(torch.tensor(pages, dtype=torch.int32), self.device)
         sampling = self._row_sampling(row)
         self.params.put(row.row, sampling)
         self.edits.put(

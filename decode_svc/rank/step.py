@@ -25,7 +25,7 @@ from decode_svc.rank.outcome import Drawn, Outcome
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
 from decode_svc.rank.tables import GroupBatch, TableBuffers
 from k3.acceptance import NAMES, RULES, accept
-from k3.device import Device
+from k3.device import Device, uploaded
 from k3.edits import unpack_mask
 from k3.model.batch import StageCaches
 from k3.model.k3 import Stage
@@ -116,7 +116,7 @@ class VerifyStep:
         max_len = self._runner.bound(max_base)
         key = StepKey(bucket, max_len, self._runner.flavour(flavour), UNCHECKED, proposes=True)
         self.prepare(key)
-        self._opened[:bucket].copy_(torch.tensor(padded))
+        self._opened[:bucket].copy_(uploaded(torch.tensor(padded), self._opened.device))
         self._runner.run(key, partial(self._run, key))
 
     @torch.inference_mode()

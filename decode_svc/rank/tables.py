@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decode_svc.ledger import Ledger
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
+from k3.device import uploaded
 from k3.model.batch import VerifyBatch
 
 
@@ -80,7 +81,7 @@ class TableBuffers:
         n = len(rows)
         most = [self.group - 1] * n if limits is None else limits
         chosen = torch.tensor((tuple(rows), tuple(most)), dtype=torch.int64)
-        self._chosen[:, :n].copy_(chosen)
+        self._chosen[:, :n].copy_(uploaded(chosen, self._chosen.device))
         rows_B = self._rows[:n]
         self._pages[:n] = self._table.pages_RW[rows_B]
         self._slots[:n] = self._table.state_slot_R[rows_B]

@@ -19,11 +19,12 @@ MODULE = "decode_svc.rank.alone"  # of a service, which nothing in this package 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What came back. ids: in the order of the requests. step_s and forward_s are summed over decode steps."""
+    """What came back. ids: in the order of the requests. fill_s: in prefill. step_s, forward_s: over decode steps."""
 
     ids: tuple[tuple[int, ...], ...]
     acceptance: Acceptance | None
     seconds: float
+    fill_s: float
     n_steps: int
     step_s: float
     forward_s: float
