@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +31,7 @@ from k3.bench.accuracy import (
     table,
 )
 from k3.bench.answers import Answer, Asker
-from k3.bench.suites import choose, read
+from k3.bench.suites import Item, choose, read
 from k3.bench.target import add_arguments as add_target
 from k3.bench.target import server
 from k3.errors import ConfigError
@@ -46,6 +47,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--items", type=int, default=0, help="the first N of each suite; 0 = all")
     add_target(p)
+    p.add_argument(
+        "--part", default="1/1", help="K/N: every N-th item, from the K-th of each suite"
+    )
     p.add_argument("--model", default="", help="model folder of a --local cluster")
     p.add_argument("--concurrency", type=int, default=4, help="most requests in flight")
     p.add_argument("--timeout-s", type=float, default=600.0, help="of one answer")
@@ -62,6 +66,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"--items {args.items} --concurrency {args.concurrency}: items must be at least 0 "
             "(0 = all), concurrency at least 1"
         )
+    part(args.part)
     if args.model and not args.local:
         raise ConfigError(f"--model {args.model} names no model of a running server; add --local")
     flags = ("--model", args.model) if args.model else ()
@@ -93,7 +98,8 @@ async def measure(
         with Progress(*columns, console=console) as progress:
             for name in names:
                 begin = time.monotonic()
-                answers = await ask_suite(asker, name, args.items, progress)
+                items = read(name, args.items)[part(args.part)]
+                answers = await ask_suite(asker, name, items, progress)
                 figures.append(summarize(name, answers, time.monotonic() - begin))
                 everything += answers
                 if not console.is_terminal:  # bars are drawn on terminals only
@@ -102,9 +108,17 @@ async def measure(
         return figures, everything
 
 
-async def ask_suite(asker: Asker, name: str, n_items: int, progress: Progress) -> list[Answer]:
+def part(text: str) -> slice:
+    """The items of part K of N, so that several servers share a suite. ConfigError when it is none."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise ConfigError(f"--part {text}: expected K/N with K from 1 to N, for example 2/3")
+    return slice(number - 1, None, count)
+
+
+async def ask_suite(asker: Asker, name: str, items: list[Item], progress: Progress) -> list[Answer]:
     """One suite under its bar."""
-    items = read(name, n_items)
     bar = progress.add_task(name, total=len(items), right=0)
     n_right = 0
 

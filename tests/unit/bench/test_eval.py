@@ -23,9 +23,10 @@ from k3.bench.accuracy import (
     wilson,
 )
 from k3.bench.answers import Answer, Asker
+from k3.bench.eval import part
 from k3.bench.speculation import Acceptance
 from k3.bench.suites import Item
-from k3.errors import K3Error
+from k3.errors import ConfigError, K3Error
 
 Json = dict[str, Any]
 Handler = Callable[[str, Json], tuple[int, Json]]
@@ -232,3 +233,15 @@ async def test_the_plot_is_a_png_without_the_suites_that_are_not_scored(tmp_path
     plot(figures, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "| open | 1 | - | - |" in markdown(figures, {})
+
+
+def test_parts_of_a_suite_are_all_of_it_and_disjoint() -> None:
+    items = list(range(7))
+    parts = [items[part(f"{number}/3")] for number in (1, 2, 3)]
+    assert parts == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "-1/3", "a/b", "1/2/3"])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected K/N"):
+        part(text)
