@@ -1,8 +1,8 @@
 """What drafts of the shipped drafter are worth through real services: as much as in one process, whatever the batch.
 
-k3-mini and its trained MLA drafter, with rings so short that every answer runs past their wrap. The yardstick is one
-process without a hand-over, on the same prompts with the same window: with drafts, without rows for the drafter to
-start from, and without drafts.
+k3-mini and its trained MLA drafter, with rings so short that every answer runs past their wrap. Every prompt is asked
+when no cache knows it and again when one does. The yardstick is one process without a hand-over, on the same prompts
+with the same window: with drafts, without rows for the drafter to start from, and without drafts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from tests.e2e.cluster import Cluster, metric
 from tests.e2e.nano import ROOT
 from tests.model_runner import solo_stage
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dspark]
+pytestmark = [pytest.mark.e2e, pytest.mark.dspark, pytest.mark.prefill]
 
 N_ITEMS, LIMIT, WINDOW, DRAFTS, PAGE = 16, 64, 64, 7, 16
-N_LEAVING = 2
+N_LEAVING, N_ALONE = 2, 2
 HEARD_BEFORE_LEAVING = 4  # the role, prefill's token, two steps of decode
 OWN = ("--drafter", "draft-mla")
+CACHE = (
+    "--cache-prefix", "on", "--cache-checkpoint-interval", "32", "--cache-state-slots", "128",
+)  # fmt: skip
 SPECULATE = (
     *OWN, "--max-rows", str(N_ITEMS), "--draft-tokens", str(DRAFTS), "--spec-draft-window", str(WINDOW),
 )  # fmt: skip
@@ -60,6 +63,7 @@ class Answered:
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
     acceptance: Acceptance | None
+    cached: int = 0  # tokens of the prompt that were found in a cache
 
 
 async def one(client: httpx.AsyncClient, question: dict[str, Any]) -> Answered:
@@ -67,7 +71,9 @@ async def one(client: httpx.AsyncClient, question: dict[str, Any]) -> Answered:
     assert response.status_code == 200, response.text
     body = response.json()
     ids = body["choices"][0]["token_ids"]
-    return Answered(tuple(body["prompt_token_ids"]), tuple(ids), Acceptance.of_body(body))
+    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    prompt = tuple(body["prompt_token_ids"])
+    return Answered(prompt, tuple(ids), Acceptance.of_body(body), cached)
 
 
 async def leave(client: httpx.AsyncClient, question: dict[str, Any]) -> None:
@@ -142,22 +148,41 @@ class OneProcess:
         ]
 
 
+@dataclass(frozen=True)
+class Served:
+    """The first questions one after the other, then all at once with some that leave and come back; both again."""
+
+    alone: list[Answered]
+    together: list[Answered]
+    alone_again: list[Answered]
+    together_again: list[Answered]
+
+    @property
+    def found(self) -> list[Answered]:
+        """Whose prompts were in the cache."""
+        return [*self.together_again, *self.alone_again]
+
+
 @pytest.fixture(scope="module")
-def alone_and_together() -> tuple[list[Answered], list[Answered]]:
-    """The first questions one after the other, then all at once with some that leave and come back."""
-    with Cluster(prefill_flags=OWN, decode_flags=SPECULATE) as cluster:
-        alone = [ask(cluster, [question], 0)[0] for question in QUESTIONS[:2]]
+def served() -> Served:
+    def one_by_one(cluster: Cluster) -> list[Answered]:
+        return [ask(cluster, [question], 0)[0] for question in QUESTIONS[:N_ALONE]]
+
+    with Cluster(prefill_flags=(*OWN, *CACHE), decode_flags=SPECULATE) as cluster:
+        alone = one_by_one(cluster)
+        httpx.post(f"http://{cluster.admin}/admin/cache/flush").raise_for_status()
         together = ask(cluster, QUESTIONS, N_LEAVING)
+        served = Served(alone, together, one_by_one(cluster), ask(cluster, QUESTIONS, 0))
         cluster.expect_baseline()
-        n_asked = len(alone) + len(together) + N_LEAVING
+        n_asked = 2 * (N_ALONE + N_ITEMS) + N_LEAVING
         text = cluster.metrics(cluster.decodes[0])
         assert metric(text, "k3_draft_bootstrap_total", kind="transferred") == n_asked
-    return alone, together
+    return served
 
 
 @pytest.fixture(scope="module")
-def one_process(alone_and_together) -> OneProcess:
-    return OneProcess([answered.prompt for answered in alone_and_together[1]])
+def one_process(served) -> OneProcess:
+    return OneProcess([answered.prompt for answered in served.together])
 
 
 @pytest.fixture(scope="module")
@@ -165,42 +190,48 @@ def local(one_process) -> list[Answered]:
     return one_process()
 
 
-def test_answers_are_those_of_plain_decoding(alone_and_together, one_process, local) -> None:
-    alone, together = alone_and_together
+def test_answers_are_those_of_plain_decoding(served, one_process, local) -> None:
     ids = [answered.ids for answered in one_process(drafts=0)]
-    assert [a.ids for a in together] == ids
-    assert [a.ids for a in alone] == ids[: len(alone)]
-    assert [a.ids for a in local] == ids
+    for everybody in (served.together, served.together_again, local):
+        assert [a.ids for a in everybody] == ids
+    for few in (served.alone, served.alone_again):
+        assert [a.ids for a in few] == ids[:N_ALONE]
 
 
-def test_a_drafter_without_rows_from_prefill_is_visibly_worse(
-    alone_and_together, one_process
-) -> None:
-    warm, blind = length(alone_and_together[1]), length(one_process(hand_over=False))
+def test_a_drafter_without_rows_from_prefill_is_visibly_worse(served, one_process) -> None:
+    warm, blind = length(served.together), length(one_process(hand_over=False))
     assert blind < 0.8 * warm, f"tokens per step {warm:.3f}, without rows {blind:.3f}"
 
 
-def test_every_answer_runs_past_the_wrap_of_its_ring(alone_and_together) -> None:
+def test_every_answer_runs_past_the_wrap_of_its_ring(served) -> None:
     rows = PAGE * ring_places(WINDOW, 1 + DRAFTS, PAGE)
-    for answered in alone_and_together[1]:
+    for answered in served.together:
         assert len(answered.prompt) + len(answered.ids) > rows
 
 
-def test_one_request_is_drafted_as_well_as_in_one_process(alone_and_together, local) -> None:
-    alone, _ = alone_and_together
-    assert length(alone) == pytest.approx(length(local[: len(alone)]), rel=0.01)
+def test_one_request_is_drafted_as_well_as_in_one_process(served, local) -> None:
+    assert not any(answered.cached for answered in served.alone[:1])
+    assert length(served.alone) == pytest.approx(length(local[:N_ALONE]), rel=0.01)
 
 
-def test_sixteen_at_once_are_drafted_as_well_as_in_one_process(alone_and_together, local) -> None:
+def test_sixteen_at_once_are_drafted_as_well_as_in_one_process(served, local) -> None:
     """Those that came back into somebody's row and ring included, and on their own."""
-    _, together = alone_and_together
-    assert length(together) == pytest.approx(length(local), rel=0.01)
-    back = length(together[:N_LEAVING])
+    assert length(served.together) == pytest.approx(length(local), rel=0.01)
+    back = length(served.together[:N_LEAVING])
     assert back == pytest.approx(length(local[:N_LEAVING]), rel=0.01)
 
 
-def test_statistics_of_an_answer_add_up(alone_and_together) -> None:
-    for answered in alone_and_together[1]:
+def test_prompts_found_in_a_cache_are_drafted_as_well_as_in_one_process(served, local) -> None:
+    """Draft rows lie in the pages that are found: a drafter that lacked them would be blind."""
+    cached = [answered.cached for answered in served.found]
+    assert min(cached) > 0, cached
+    assert all(n % PAGE == 0 for n in cached), cached
+    assert length(served.together_again) == pytest.approx(length(local), rel=0.01)
+    assert length(served.alone_again) == pytest.approx(length(local[:N_ALONE]), rel=0.01)
+
+
+def test_statistics_of_an_answer_add_up(served) -> None:
+    for answered in served.together:
         assert answered.acceptance is not None
         histogram = answered.acceptance.histogram
         assert len(histogram) == DRAFTS + 1

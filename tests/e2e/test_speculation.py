@@ -7,6 +7,9 @@ trained drafts are worth is in `test_acceptance.py`, every other combination in 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +19,7 @@ from tests.drafters import random_drafter
 from tests.e2e.cluster import Cluster, metric
 from tests.e2e.nano import nano_folder
 from tests.e2e.oracle import Oracle
-from tests.e2e.test_exactness import CASES, all_at_once, complete, expect_truth, flags
+from tests.e2e.test_exactness import CASES, KINDS, Case, all_at_once, complete, expect_truth, flags
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dspark]
 
@@ -49,42 +52,80 @@ def counters(cluster: Cluster) -> dict[str, float]:
     return {key: metric(text, name, **labels) or 0.0 for key, (name, labels) in names.items()}
 
 
-@pytest.mark.parametrize(
-    ("flavour", "stream", "layout", "prefill_drafts"),
-    [
-        ("mla", "prefix", (), True),
-        ("gqa", "mixture", ("--parallel-cp", "2"), True),
-        ("mla", "mixture", ("--parallel-tp", "2"), False),
-        ("gqa", "prefix", ("--spec-kda-rollback", "replay", *GATE), True),
-    ],
-    ids=["mla", "gqa-cp2", "cold-tp2", "replay-gate"],
-)
-def test_all_prompts_at_once_give_the_tokens_of_a_plain_forward(
-    folder, oracle, tmp_path, flavour, stream, layout, prefill_drafts
-):
-    drafter = random_drafter(
-        tmp_path / "draft", K3Spec.from_folder(folder), flavour, seed=11, stream=stream
-    )
-    own = ("--spec-drafter", str(drafter))
-    with Cluster(
-        prefill_flags=flags(
-            folder, "--schedule-token-budget", "96", *(own if prefill_drafts else ())
-        ),
-        decode_flags=flags(folder, *own, *SPECULATE, *layout),
-        router_flags=("--model-path", str(folder)),
-    ) as cluster:
-        for case, tokens in zip(CASES, asyncio.run(all_at_once(cluster.url)), strict=True):
-            expect_truth(oracle, case, tokens)
-        counted = counters(cluster)
-        kind = "transferred" if prefill_drafts else "cold"
-        assert counted[kind] == len(CASES) == counted["transferred"] + counted["cold"]
-        assert counted["drafts"] == 7 * counted["steps"] > 0
-        changes = {to: gate_changes(cluster, to) for to in ("open", "closed")}
-        if GATE[0] in layout:
-            assert changes["closed"] >= 1, changes
-            assert changes["open"] in (changes["closed"], changes["closed"] - 1), changes
-        else:
-            assert changes == {"open": 0, "closed": 0}
+@dataclass(frozen=True)
+class Setting:
+    """A drafter and what decode does with it. is_cold: prefill has no drafter."""
+
+    flavour: str
+    stream: str
+    layout: tuple[str, ...] = ()
+    is_cold: bool = False
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """Every rank computes all of them, so groups of ranks get half, of every kind."""
+        half = tuple(case for i, case in enumerate(CASES) if (i + i // len(KINDS)) % 2 == 0)
+        return half if "2" in self.layout else CASES
+
+
+SETTINGS = {
+    "mla": Setting("mla", "prefix"),
+    "gqa-cp2": Setting("gqa", "mixture", ("--parallel-cp", "2")),
+    "cold-tp2": Setting("mla", "mixture", ("--parallel-tp", "2"), is_cold=True),
+    "replay-gate": Setting("gqa", "prefix", ("--spec-kda-rollback", "replay", *GATE)),
+}
+
+
+@pytest.fixture(scope="module")
+def start(folder, tmp_path_factory) -> Callable[[Setting], Cluster]:
+    def make(setting: Setting) -> Cluster:
+        path: Path = tmp_path_factory.mktemp("drafter") / setting.flavour
+        target = K3Spec.from_folder(folder)
+        drafter = random_drafter(path, target, setting.flavour, seed=11, stream=setting.stream)
+        own = ("--spec-drafter", str(drafter))
+        return Cluster(
+            prefill_flags=flags(
+                folder, "--schedule-token-budget", "96", *(() if setting.is_cold else own)
+            ),
+            decode_flags=flags(folder, *own, *SPECULATE, *setting.layout),
+            router_flags=("--model-path", str(folder)),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def simplest(start) -> Iterator[Cluster]:
+    with start(SETTINGS["mla"]) as running:
+        yield running
+        running.expect_baseline()
+
+
+def expect_everything(cluster: Cluster, oracle: Oracle, setting: Setting) -> None:
+    """The first requests of a cluster: their tokens, and what is counted of them."""
+    cases = setting.cases
+    for case, tokens in zip(cases, asyncio.run(all_at_once(cluster.url, cases)), strict=True):
+        expect_truth(oracle, case, tokens)
+    counted = counters(cluster)
+    kind = "cold" if setting.is_cold else "transferred"
+    assert counted[kind] == len(cases) == counted["transferred"] + counted["cold"]
+    assert counted["drafts"] == 7 * counted["steps"] > 0
+    changes = {to: gate_changes(cluster, to) for to in ("open", "closed")}
+    if GATE[0] in setting.layout:
+        assert changes["closed"] >= 1, changes
+        assert changes["open"] in (changes["closed"], changes["closed"] - 1), changes
+    else:
+        assert changes == {"open": 0, "closed": 0}
+
+
+def test_all_prompts_at_once_give_the_tokens_of_a_plain_forward(simplest, oracle):
+    expect_everything(simplest, oracle, SETTINGS["mla"])
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "mla"])
+def test_other_settings_give_the_same_tokens(start, oracle, name):
+    with start(SETTINGS[name]) as cluster:
+        expect_everything(cluster, oracle, SETTINGS[name])
         cluster.expect_baseline()
 
 
@@ -93,20 +134,13 @@ def gate_changes(cluster: Cluster, to: str) -> int:
     return int(metric(text, "k3_spec_gate_changes_total", to=to) or 0)
 
 
-async def test_end_ids_and_the_length_limit_end_an_answer_inside_a_group(folder, oracle, tmp_path):
+async def test_end_ids_and_the_length_limit_end_an_answer_inside_a_group(simplest):
     """With k3-nano every group is one token long or more; the answer is cut exactly where plain decoding ends."""
-    drafter = random_drafter(tmp_path / "draft", K3Spec.from_folder(folder), "mla", seed=3)
-    own = ("--spec-drafter", str(drafter))
-    with Cluster(
-        prefill_flags=flags(folder, *own),
-        decode_flags=flags(folder, *own, *SPECULATE),
-        router_flags=("--model-path", str(folder)),
-    ) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
-            whole = (await complete(client, CASES[4]))["token_ids"]
-            stop = whole[9]
-            cut = await complete(client, CASES[4], stop_token_ids=[stop])
-            short = await complete(client, CASES[4], max_tokens=6)
+    async with httpx.AsyncClient(base_url=simplest.url, timeout=60) as client:
+        whole = (await complete(client, CASES[4]))["token_ids"]
+        stop = whole[9]
+        cut = await complete(client, CASES[4], stop_token_ids=[stop])
+        short = await complete(client, CASES[4], max_tokens=6)
     assert cut["token_ids"] == whole[: whole.index(stop) + 1]
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
     assert short["token_ids"] == whole[:6]
