@@ -42,6 +42,18 @@ def test_the_prefix_cache_is_prefills() -> None:
     assert split_flags(words) == {"prefill": words, "decode": [], "router": []}
 
 
+@pytest.mark.prefill
+def test_with_role_both_decode_takes_what_is_prefills_and_no_prefill_is_started() -> None:
+    words = ["--role", "both", "--pp", "2", "--cache-prefix", "on", "--page-tokens", "32"]
+    args, rest = parser().parse_known_args([*words, "--preset", ""])
+    options = options_of(args, rest)
+    assert options.n_prefills == 0
+    assert options.decode_flags == tuple(words)
+    assert options.prefill_flags == ()
+    with pytest.raises(ConfigError, match="no prefill is started"):
+        split_flags(["--prefill-pp", "2"], is_alone=True)
+
+
 def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
     flags = split_flags(["--cache-fill-nan", "--http-strict-params", "--pages", "5"])
     assert flags["prefill"] == ["--cache-fill-nan"]

@@ -48,6 +48,7 @@ class FakeEngine:
     max_model_len: int = 512
     pages_total: int = 64
     max_rows: int = 8
+    local_prefill_max: int = 0
     finish: int = common_pb2.FINISH_REASON_STOP
     stop_token_id: int | None = None
     cached_tokens: int = 0
@@ -128,6 +129,7 @@ class _Instance(instance_pb2_grpc.InstanceServiceServicer):
             max_rows=e.max_rows if is_decode else 0,
             max_queue=8,
             depth=1,
+            local_prefill_max=e.local_prefill_max,
         )
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[instance_pb2.WatchResponse]:

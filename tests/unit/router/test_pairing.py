@@ -168,3 +168,27 @@ def test_a_suspect_does_not_stop_the_turns_of_the_others() -> None:
     ]
     assert [order[0] for order in orders] == ["a", "b", "c", "a"]
     assert all(order[-1] == "d" for order in orders)
+
+
+@pytest.mark.prefill
+def test_what_decode_computes_itself_needs_no_prefill_instance() -> None:
+    alone = replace(DECODE, instance_id="alone", local_prefill_max=DECODE.max_model_len)
+    pair = pick(prefills=[], decodes=[alone])
+    assert isinstance(pair, Pair)
+    assert (pair.decode.instance_id, pair.prefills) == ("alone", ())
+    assert alone.is_alone
+    stranger = replace(PREFILL, layout_fingerprint="other")
+    assert isinstance(pick(prefills=[stranger], decodes=[alone]), Pair)
+
+
+@pytest.mark.prefill
+def test_prompts_beyond_the_bound_of_decode_go_to_a_prefill_instance() -> None:
+    short = replace(DECODE, local_prefill_max=NEED.prompt_len)
+    pair = pick(decodes=[short])
+    assert isinstance(pair, Pair)
+    assert pair.prefills == ()
+    pair = pick(replace(NEED, prompt_len=NEED.prompt_len + 1), decodes=[short])
+    assert isinstance(pair, Pair)
+    assert pair.prefills == (PREFILL,)
+    assert pick(replace(NEED, prompt_len=99), [], [short]) is NoPair.NO_PREFILL
+    assert not short.is_alone
