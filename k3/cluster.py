@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +91,7 @@ class Member:
     flags: tuple[str, ...]
     address: str  # of its main port
     ops: str  # host:port of /ready and /metrics
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # of this one alone
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
@@ -188,7 +189,7 @@ class LocalCluster:
         if self._folder is None:
             raise RuntimeError("the cluster is not started")
         env = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}
-        env |= dict(self.options.env)
+        env |= dict(self.options.env) | dict(member.env)
         if member.process is not None:
             member.process.wait(timeout=10.0)
         member.tail.clear()

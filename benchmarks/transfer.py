@@ -1,0 +1,232 @@
+# ruff: noqa: TID251  (a GPU for each process, and a plain copy between two as the yardstick)
+"""Bytes from GPU to GPU by the transfer agent that services use, beside a plain peer copy.
+
+    python benchmarks/transfer.py [--gib 4] [--out benchmarks/results]
+
+Two processes, a GPU each, an agent each; the sender writes into the receiver's pool as services do: prepared lists,
+a few handles in flight, a record behind every handle, whose arrival ends the clock. Pages of K3 (24 layers together,
+1.7 MiB) in random order and in runs, the same bytes cut by layer (72 KiB), states of a KDA stack. Every byte that
+arrived is compared with what was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3.transfer.agent import Handle, Region, Stripes
+from k3.transfer.nixl import NIXL_VERSION, NixlAgent
+
+HERE = Path(__file__).parent
+DEADLINE_S = 60.0
+IN_FLIGHT = 4  # handles, as `transfer.handles_in_flight`
+ROUNDS = 5
+LATENT_ROW = 576 * 2
+PAGE = 64 * LATENT_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`piece` bytes each; a handle carries `per_handle` of them; bar: GB/s it should reach, 0 for none."""
+
+    name: str
+    piece: int
+    per_handle: int
+    in_runs: bool
+    bar: float
+
+
+CASES = (
+    Case("pages, 24 layers together, random order", 24 * PAGE, 64, in_runs=False, bar=240),
+    Case("pages, 24 layers together, in runs", 24 * PAGE, 64, in_runs=True, bar=350),
+    Case("pages, layer by layer, random order", PAGE, 1536, in_runs=False, bar=0),
+    Case("states, 69 layers of 12 heads", 69 * 12 * 128 * 128 * 4, 4, in_runs=True, bar=350),
+)
+
+
+def handles(case: Case, n: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Source and target indices of every handle; all pieces once."""
+    rng = np.random.default_rng(seed)
+    source, target = (
+        (np.arange(n), np.arange(n)) if case.in_runs else (rng.permutation(n), rng.permutation(n))
+    )
+    for at in range(0, n, case.per_handle):
+        chosen = slice(at, at + case.per_handle)
+        yield source[chosen].astype(np.int32), target[chosen].astype(np.int32)
+
+
+def pool_of(gpu: int, n_bytes: int, agent: NixlAgent) -> tuple[Tensor, Region]:
+    """Random bytes on a GPU, registered as one pool."""
+    torch.cuda.set_device(gpu)
+    n_words = n_bytes // 8
+    words = torch.randint(1 << 62, (n_words,), dtype=torch.int64, device=f"cuda:{gpu}")
+    torch.cuda.synchronize()
+    region = Region("pool", words.data_ptr(), gpu, "VRAM", 8, n_words)
+    agent.register([region])
+    return words, region
+
+
+def stripes(region: Region, piece: int) -> Stripes:
+    """The pool as equal pieces."""
+    n = region.n_bytes // piece
+    return Stripes(region.memory, region.device, (region.base,), piece, piece, n)
+
+
+def receive(n_bytes: int, gpu: int, pipe: Connection) -> None:
+    """The other process: tells its pool and waits for records."""
+    agent = NixlAgent("receiver")
+    words, region = pool_of(gpu, n_bytes, agent)
+    pipe.send((agent.name, agent.metadata(), region))
+    while True:
+        order = pipe.recv()
+        if order is None:
+            agent.close()
+            return
+        if order == "words":
+            pipe.send(words.cpu())
+            continue
+        seen, end = 0, time.monotonic() + DEADLINE_S
+        while seen < order:
+            seen += len(agent.notes())
+            if time.monotonic() > end:
+                raise SystemExit(f"{seen} of {order} records arrived in {DEADLINE_S:g} s")
+        pipe.send(seen)
+
+
+def write_all(
+    agent: NixlAgent, lists: int, case: Case, n: int, seed: int, pipe: Connection
+) -> float:
+    """Seconds from the first post to the arrival of the last record."""
+    work = list(handles(case, n, seed))
+    pipe.send(len(work))
+    live: list[Handle] = []
+    started = time.perf_counter()
+    end = time.monotonic() + DEADLINE_S
+    while work or live:
+        while work and len(live) < IN_FLIGHT:
+            source, target = work.pop()
+            live.append(agent.write(lists, source, target, b"r" * 32))  # type: ignore[arg-type]
+        live = [handle for handle in live if not agent.poll(handle)]
+        if time.monotonic() > end:
+            raise SystemExit(
+                f"{len(work)} handles unposted, {len(live)} live after {DEADLINE_S:g} s"
+            )
+    if not pipe.poll(DEADLINE_S):
+        raise SystemExit(f"the receiver did not see all records in {DEADLINE_S:g} s")
+    pipe.recv()
+    return time.perf_counter() - started
+
+
+def is_right(case: Case, n: int, seed: int, source: Tensor, target: Tensor) -> bool:
+    """Whether every piece lies where it was sent to."""
+    words = case.piece // 8
+    a, b = source[: n * words].view(n, words), target[: n * words].view(n, words)
+    for from_, to in handles(case, n, seed):
+        if not torch.equal(a[torch.from_numpy(from_).long()], b[torch.from_numpy(to).long()]):
+            return False
+    return True
+
+
+def peer_copy_rate(n_bytes: int) -> float:
+    """GB/s of `copy_` from GPU 0 to GPU 1."""
+    source = torch.empty(n_bytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(n_bytes, dtype=torch.uint8, device="cuda:1")
+    spans: list[float] = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        spans.append(time.perf_counter() - started)
+    return n_bytes / statistics.median(spans) / 1e9
+
+
+def measure(n_bytes: int, gpus: tuple[int, int]) -> list[str]:
+    """A table row per case."""
+    context = multiprocessing.get_context("spawn")
+    pipe, far = context.Pipe()
+    process = context.Process(target=receive, args=(n_bytes, gpus[1], far), daemon=True)
+    process.start()
+    agent = NixlAgent("sender")
+    words, region = pool_of(gpus[0], n_bytes, agent)
+    if not pipe.poll(DEADLINE_S):
+        raise SystemExit(f"the receiver did not start in {DEADLINE_S:g} s")
+    name, metadata, target = pipe.recv()
+    agent.connect(name, metadata)
+    sent, rows = words.cpu(), list[str]()
+    for case in CASES:
+        source_stripes, target_stripes = stripes(region, case.piece), stripes(target, case.piece)
+        lists, n = agent.prepare(name, source_stripes, target_stripes), source_stripes.count
+        spans = [write_all(agent, lists, case, n, seed, pipe) for seed in range(1 + ROUNDS)][1:]
+        pipe.send("words")
+        ok = is_right(case, n, ROUNDS, sent, pipe.recv())
+        rate = n * case.piece / statistics.median(spans) / 1e9
+        bar = f"{case.bar:g}" if case.bar else ""
+        row = (case.name, str(n), str(case.piece), f"{rate:.1f}", bar, "yes" if ok else "NO")
+        rows.append(f"| {' | '.join(row)} |")
+        print(rows[-1], flush=True)
+    pipe.send(None)
+    agent.disconnect(name)
+    agent.close()
+    process.join(DEADLINE_S)
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write; exit status 1 when bytes are wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gib", type=float, default=4.0, help="of each pool")
+    parser.add_argument(
+        "--gpus", default="0,1", help="sender and receiver; twice the same is allowed"
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    first, second = map(int, arguments.gpus.split(","))
+    if torch.cuda.device_count() <= max(first, second):
+        raise SystemExit(f"torch sees {torch.cuda.device_count()} GPUs; --gpus {arguments.gpus}")
+    n_bytes = int(arguments.gib * (1 << 30))
+    plain = f"{peer_copy_rate(n_bytes):.0f}" if first != second else "not measured"
+    rows = measure(n_bytes, (first, second))
+    settings = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("UCX_"))
+    text = "\n".join(
+        (
+            f"# Transfers from GPU to GPU on {torch.cuda.get_device_name()}, {datetime.now(UTC):%Y-%m-%d}",
+            "",
+            f"nixl {NIXL_VERSION}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
+            f"{platform.python_version()}, GPUs {arguments.gpus}, {settings or 'UCX by its own choice'}. "
+            f"A plain copy between the two: {plain} GB/s.",
+            "",
+            f"    {shlex.join(['python', 'benchmarks/transfer.py', *sys.argv[1:]])}",
+            "",
+            "| what | pieces | bytes each | GB/s | bar | bytes right |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+        )
+    )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    card = torch.cuda.get_device_name().lower().replace(" ", "-")
+    (arguments.out / f"{datetime.now(UTC):%Y-%m-%d}-transfer-{card}.md").write_text(text)
+    print(text)
+    raise SystemExit(1 if any("| NO |" in row for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()
