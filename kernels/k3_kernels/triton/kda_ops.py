@@ -1,13 +1,15 @@
-"""KDA for the model on GPUs: verify groups by our kernels, chunks of prefill by the torch reference."""
+"""KDA for the model on GPUs. Of a prefill chunk the delta rule is our kernel; convolution and gate are torch's."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from k3_kernels.api import BackendError
 from k3_kernels.reference.group import GroupCache, GroupRule, chunks
-from k3_kernels.triton import kda_decode, kda_verify
+from k3_kernels.triton import kda_chunk, kda_decode, kda_verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_GROUP = 16
@@ -16,7 +18,7 @@ LARGEST_GROUP = 16
 class TritonKda:
     """`KdaOps`. A group of one token without records is decoded in place; others keep records (replay)."""
 
-    chunks = staticmethod(chunks)
+    chunks = staticmethod(partial(chunks, delta=kda_chunk.delta))
 
     def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
         """Heads of 16, 32, 64 .. channels, a convolution of at least two taps, no float64."""

@@ -14,8 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from k3_kernels.reference import mla as reference
-from k3_kernels.triton import combine, mla_message
+from k3_kernels.triton import combine, mla_message, mla_prefill
 from k3_kernels.triton.mla import UNIT, attend, schedule
 from k3_kernels.triton.mla_write import write_rows
 
@@ -181,7 +180,7 @@ class TritonAttention:
         )
         return o, lse
 
-    prefill = staticmethod(reference.prefill)
+    prefill = staticmethod(mla_prefill.prefill)
 
     pack = staticmethod(mla_message.pack)
     merge_packed = staticmethod(mla_message.merge_packed)
