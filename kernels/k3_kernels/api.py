@@ -292,7 +292,12 @@ def _attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
         from k3_kernels.backends.choice import cuda_attention
 
         return cuda_attention(name, device)
-    return _choose("attention", name, device), ReferenceAttention()
+    name = _choose("attention", name, device)
+    if name == "native":
+        from k3_kernels.cpu.attention import NativeAttention
+
+        return name, NativeAttention()
+    return name, ReferenceAttention()
 
 
 def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
@@ -313,7 +318,12 @@ def _moe(name: str, device: torch.device) -> tuple[str, MoeOps]:
         from k3_kernels.backends.choice import cuda_moe
 
         return cuda_moe(name, device)
-    return _choose("moe", name, device), ReferenceMoe()
+    name = _choose("moe", name, device)
+    if name == "native":
+        from k3_kernels.cpu.moe_ops import NativeMoe
+
+        return name, NativeMoe()
+    return name, ReferenceMoe()
 
 
 def _mix(kda_name: str) -> MixOp:

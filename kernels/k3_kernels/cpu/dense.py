@@ -25,6 +25,8 @@ class Packed:
     """A matrix, or several of one shape along the first axes, as `src/gemm.h` reads it."""
 
     data: Tensor
+    outputs: int
+    inputs: int
     is_narrow: bool
 
     @classmethod
@@ -37,7 +39,7 @@ class Packed:
         w = pad(weight, (0, -n_inputs % width, 0, -n_outputs % lanes))
         w = w.to(torch.bfloat16) if is_narrow else w
         w = w.unflatten(-1, (-1, width)).unflatten(-3, (-1, lanes))  # [.., panel, lane, input, 2]
-        return cls(w.transpose(-3, -2).contiguous(), is_narrow)
+        return cls(w.transpose(-3, -2).contiguous(), n_outputs, n_inputs, is_narrow)
 
 
 def is_exact(x: Tensor, dtype: torch.dtype) -> bool:

@@ -15,18 +15,25 @@ from pathlib import Path
 
 from k3_kernels.cpu import build
 
-ABI = 1  # K3_ABI of src/abi.h
+ABI = 2  # K3_ABI of src/abi.h
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
+    "k3_experts": "pippiipipiiiiiddp",
     "k3_attend_chunk": "pippppiiiiiid",
     "k3_gate": "ppipii",
     "k3_gated_rms_norm": "ppippiiid",
+    "k3_kda_block": "ppipppiip",
     "k3_linear": "pipipiii",
-    "k3_kda_group": "pipipipppddpppipipipiipiiiiiii",
+    "k3_kda_group": "pipipipppddppppiiiii",
     "k3_kda_chunk": "pipipipppdidpppppiiiiii",
     "k3_mix": "piippiiid",
+    "k3_mla_block": "ppipiippipiiip",
+    "k3_mla_decode": "piipiipipppiiiiiid",
+    "k3_mla_write": "piipipiii",
+    "k3_moe_block": "ppiip",
     "k3_rms_norm": "pippiid",
+    "k3_route": "pippppiiiiiiiid",
     "k3_situ": "pipiidd",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}

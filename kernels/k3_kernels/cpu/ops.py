@@ -5,9 +5,12 @@ The library computes in float32 and float64. Tensors of another dtype (a bfloat1
 
 from __future__ import annotations
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
+from k3_kernels.cpu.blocks import KdaPools
 from k3_kernels.cpu.calls import DTYPES, pair, rows
 from k3_kernels.cpu.chunk_ops import NativeChunks
 from k3_kernels.reference import attnres
@@ -57,32 +60,24 @@ class NativeKda(NativeChunks):
         read_column_B: Tensor,
     ) -> Tensor:
         """Convolution, normalisation, gate and recurrence of every row, head by head."""
-        u, states, records = u_BGHSD, cache.states, cache.records
+        u = u_BGHSD
         if u.dtype not in DTYPES:
             return verify(u, raw_BGHD, beta_BGH, rule, cache, slots_B, read_column_B)
         n_rows, group, heads, _, dim = u.shape
         assert u.stride()[2:] == (3 * dim, dim, 1), f"inputs: strides {u.stride()}"
         assert raw_BGHD.stride()[2:] == (dim, 1), f"raw gate: strides {raw_BGHD.stride()}"
-        assert states.dtype == u.dtype == cache.windows.dtype, f"{states.dtype}, {u.dtype}"
+        assert cache.states.dtype == u.dtype, f"states {cache.states.dtype}, inputs {u.dtype}"
         o = u.new_empty(n_rows, group, heads, dim)
+        pools = byref(KdaPools.of(cache))
         self._group[u.dtype](
             *(u.data_ptr(), u.stride(0) // group),
             *(raw_BGHD.data_ptr(), raw_BGHD.stride(0) // group),
             *(beta_BGH.data_ptr(), beta_BGH.stride(0) // group, rule.conv_HSDw.data_ptr()),
             *(rule.bias_HD.data_ptr(), rule.decay_H.data_ptr(), rule.lower_bound or 0.0, rule.eps),
-            *(slots_B.data_ptr(), read_column_B.data_ptr(), states.data_ptr(), states.stride(0)),
-            *(cache.windows.data_ptr(), cache.windows.stride(0)),
-            *(cache.tails.data_ptr(), cache.tails.stride(0)),
-            *((None, 0, 0) if records is None else at(records)),
-            *(o.data_ptr(), cache.columns, cache.tails.shape[3], n_rows, group, heads, dim),
-            rule.conv_HSDw.shape[-1],
+            *(slots_B.data_ptr(), read_column_B.data_ptr(), pools),
+            *(o.data_ptr(), n_rows, group, heads, dim, rule.conv_HSDw.shape[-1]),
         )
         return o
 
     def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
         """Everything can be computed."""
-
-
-def at(records: Tensor) -> tuple[int, int, int]:
-    """Address, stride of a slot and tokens of a layer's records."""
-    return records.data_ptr(), records.stride(0), records.shape[3]

@@ -50,7 +50,7 @@ class Case:
         self.beta = draw(n_rows * group, HEADS + 2)[:, 1 : 1 + HEADS].unflatten(0, (n_rows, group))
         n, nan = n_rows + 2, torch.nan
         states = torch.full((n * columns, 2, HEADS, dim, dim), nan, dtype=dtype)[:, 1]
-        windows = torch.full((n, HEADS, 3, dim, width - 1), nan, dtype=dtype)
+        windows = torch.full((n, 2, HEADS, 3, 3, dim, width - 1), nan, dtype=dtype)[:, 1, :, 1]
         tails = torch.full((n, HEADS, 3, max(group, records) - 1, dim), nan, dtype=dtype)
         kept = torch.full((n, HEADS, 3, records, dim), nan, dtype=dtype) if records else None
         for slot, column in zip(self.slots.tolist(), read, strict=True):

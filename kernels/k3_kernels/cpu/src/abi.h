@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#define K3_ABI 1
+#define K3_ABI 2
 #define K3_EXPORT extern "C" __attribute__((visibility("default")))
 
 using i64 = std::int64_t;

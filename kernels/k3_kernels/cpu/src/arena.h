@@ -1,4 +1,5 @@
-// Working memory of a call: one growing piece per thread, handed out from its start by every call anew.
+// Working memory of a call: one growing piece per thread and level, handed out from its start by every call anew. An
+// operation works at level 0, a block that calls operations at level 1.
 #pragma once
 #include <vector>
 
@@ -6,7 +7,7 @@
 
 class Arena {
  public:
-  Arena() : memory_(thread_memory()) {}
+  explicit Arena(int level = 0) : memory_(thread_memory(level)) {}
   // n values, aligned to a vector; all pieces of a call are asked for at once, through `reserve`.
   template <typename T> void reserve(i64 n) {
     if (i64(memory_.size()) < i64(n * sizeof(T)) + 64) memory_.resize(n * sizeof(T) + 64);
@@ -19,9 +20,9 @@ class Arena {
   }
 
  private:
-  static std::vector<char>& thread_memory() {
-    static thread_local std::vector<char> memory;
-    return memory;
+  static std::vector<char>& thread_memory(int level) {
+    static thread_local std::vector<char> memory[2];
+    return memory[level];
   }
   std::vector<char>& memory_;
   i64 at_ = 0;

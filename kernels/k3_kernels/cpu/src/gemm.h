@@ -8,10 +8,9 @@
 #pragma once
 #include "simd.h"
 
-template <typename T> struct Matrix {
+template <typename T> struct Matrix {  // blocks.Matrix
   const void* data;
-  i64 outputs, inputs;
-  bool is_narrow;
+  i64 outputs, inputs, is_narrow;
   static constexpr i64 lanes = Lanes<T>::n;
   i64 panels() const { return (outputs + lanes - 1) / lanes; }
   i64 panel_bytes() const { return 64 * (is_narrow ? (inputs + 1) / 2 : inputs); }

@@ -1,10 +1,19 @@
 // Verify groups of a KDA layer, between its projections: k3_kernels.reference.group.verify, both forms.
 // States stay as they lie, [V, K]: a step is one pass over them.
 #include "arena.h"
+#include "gemm.h"
 #include "rows.h"
 
 namespace {
 
+
+// Where a layer's pools lie: values from slot to slot and from head to head; a head's own are contiguous, a state
+// [V, K], a window [3, D, w - 1], a tail [3, tail_tokens, D], records [3 (k, u, g), record_tokens, D]: blocks.KdaPools.
+template <typename T> struct KdaPools {
+  T *states, *windows, *tails, *records;
+  i64 state_slot, state_head, window_slot, window_head, tail_slot, tail_head, record_slot, record_head;
+  i64 columns, tail_tokens, record_tokens;
+};
 
 // One token into a head's state, read from `in`, left in `out` (may be the same). u: the delta, [V].
 template <typename T>
@@ -75,9 +84,9 @@ template <typename T> inline void scatter(const T* rows, i64 group, i64 kept, i6
 template <typename T>
 static void k3_kda_group(const T* u, i64 u_stride, const T* raw, i64 raw_stride, const T* beta, i64 beta_stride, const T* taps,
                          const T* bias, const T* decay, double bound, double eps, const i64* slots, const i64* read_columns,
-                         T* states, i64 state_slot, T* windows, i64 window_slot, T* tails, i64 tail_slot, T* records,
-                         i64 record_slot, i64 record_tokens, T* o, i64 columns, i64 tail_tokens, i64 n_rows, i64 group,
-                         i64 heads, i64 dim, i64 conv) {
+                         const KdaPools<T>* pools, T* o, i64 n_rows, i64 group, i64 heads, i64 dim, i64 conv) {
+  const KdaPools<T>& pool = *pools;
+  const i64 tail_tokens = pool.tail_tokens, record_tokens = pool.record_tokens;
   const i64 kept = conv - 1, section = 3 * dim, square = dim * dim;
   Arena arena;
   arena.reserve<T>(aligned<T>((kept + group) * section) + aligned<T>(square) + 8 * aligned<T>(section));
@@ -87,18 +96,19 @@ static void k3_kda_group(const T* u, i64 u_stride, const T* raw, i64 raw_stride,
   for (i64 b = 0; b < n_rows; ++b) {
     const i64 slot = slots[b], from = read_columns[b] > 0 ? read_columns[b] : 0;
     for (i64 h = 0; h < heads; ++h) {
-      T* window = windows + slot * window_slot + h * section * kept;
-      T* tail = tails + slot * tail_slot + h * 3 * tail_tokens * dim;
+      T* window = pool.windows + slot * pool.window_slot + h * pool.window_head;
+      T* tail = pool.tails + slot * pool.tail_slot + h * pool.tail_head;
+      T* states = pool.states + slot * pool.columns * pool.state_slot + h * pool.state_head;
       gather(window, tail, tail_tokens, from, kept, dim, in);
       for (i64 t = 0; t < group; ++t)
         std::memcpy(in + (kept + t) * section, u + (b * group + t) * u_stride + h * section, section * sizeof(T));
       scatter(in, group, kept, dim, window, tail, tail_tokens);
 
-      T* record = records ? records + slot * record_slot + h * 3 * record_tokens * dim : nullptr;
-      const T* state = states + (slot * columns + (records ? 0 : from)) * state_slot + h * square;
-      if (records)
+      T* record = pool.records ? pool.records + slot * pool.record_slot + h * pool.record_head : nullptr;
+      const T* state = states + (record ? 0 : from) * pool.state_slot;
+      if (record)
         for (i64 t = 0; t <= read_columns[b]; ++t)
-          fold(const_cast<T*>(state), record + t * dim, record_tokens * dim, dim, factor);
+          fold(states, record + t * dim, record_tokens * dim, dim, factor);
       for (i64 t = 0; t < group; ++t) {
         const i64 token = b * group + t;
         const T* tap = taps + h * 3 * conv * dim;
@@ -115,10 +125,10 @@ static void k3_kda_group(const T* u, i64 u_stride, const T* raw, i64 raw_stride,
         log_decay(raw + token * raw_stride + h * dim, bias + h * dim, decay[h], T(bound), dim, g);
         over<T>(dim, factor, [&](auto at) { return vexp<T>(at(g)); });
         const T share = T(1) / (T(1) + std::exp(-beta[token * beta_stride + h]));
-        T* next = records ? work : states + (slot * columns + t) * state_slot + h * square;
+        T* next = record ? work : states + t * pool.state_slot;
         advance(state, next, y, y + dim, factor, y + 2 * dim, share, dim, o + (token * heads + h) * dim, delta);
         state = next;
-        if (records) {
+        if (record) {
           T* own = record + t * dim;
           std::memcpy(own, y + dim, dim * sizeof(T));
           std::memcpy(own + record_tokens * dim, delta, dim * sizeof(T));
@@ -130,9 +140,43 @@ static void k3_kda_group(const T* u, i64 u_stride, const T* raw, i64 raw_stride,
 }
 K3_BOTH(k3_kda_group,
         (const T* u, i64 u_stride, const T* raw, i64 raw_stride, const T* beta, i64 beta_stride, const T* taps, const T* bias,
-         const T* decay, double bound, double eps, const i64* slots, const i64* read_columns, T* states, i64 state_slot,
-         T* windows, i64 window_slot, T* tails, i64 tail_slot, T* records, i64 record_slot, i64 record_tokens, T* o, i64 columns,
-         i64 tail_tokens, i64 n_rows, i64 group, i64 heads, i64 dim, i64 conv),
-        (u, u_stride, raw, raw_stride, beta, beta_stride, taps, bias, decay, bound, eps, slots, read_columns, states, state_slot,
-         windows, window_slot, tails, tail_slot, records, record_slot, record_tokens, o, columns, tail_tokens, n_rows, group,
+         const T* decay, double bound, double eps, const i64* slots, const i64* read_columns, const KdaPools<T>* pools, T* o,
+         i64 n_rows, i64 group, i64 heads, i64 dim, i64 conv),
+        (u, u_stride, raw, raw_stride, beta, beta_stride, taps, bias, decay, bound, eps, slots, read_columns, pools, o, n_rows, group,
          heads, dim, conv))
+
+// A whole layer for verify groups, from its normalised input to its output projection: blocks.KdaBlock. entry gives
+// convolution inputs, output gate (or, with gate_up, its low-rank factor), the decay gate's factor and beta.
+template <typename T> struct KdaBlock {
+  Matrix<T> entry, gate_up, decay_up, out;
+  const T *taps, *bias, *decay, *norm;
+  i64 heads, dim, conv, gate_width;
+  double bound, eps, norm_eps;
+};
+
+template <typename T>
+static void k3_kda_block(const KdaBlock<T>* m, const T* x, i64 stride, const i64* slots, const i64* read_columns,
+                         const KdaPools<T>* pools, i64 n_rows, i64 group, T* y) {
+  const i64 tokens = n_rows * group, inner = m->heads * m->dim, entered = m->entry.outputs, factor = m->decay_up.inputs;
+  Arena arena(1);
+  arena.reserve<T>(aligned<T>(tokens * entered) + 3 * aligned<T>(tokens * inner));
+  T *all = arena.take<T>(tokens * entered), *raw = arena.take<T>(tokens * inner), *gate = arena.take<T>(tokens * inner);
+  T* o = arena.take<T>(tokens * inner);
+  multiply(x, stride, m->entry, all, entered, tokens);
+  T *low = all + 3 * inner, *decay = low + m->gate_width, *beta = decay + factor;
+  multiply(decay, entered, m->decay_up, raw, inner, tokens);
+  if (m->gate_up.data) multiply(low, entered, m->gate_up, gate, inner, tokens);
+  k3_kda_group(all, entered, raw, inner, beta, entered, m->taps, m->bias, m->decay, m->bound, m->eps, slots, read_columns, pools, o,
+               n_rows, group, m->heads, m->dim, m->conv);
+  for (i64 t = 0; t < tokens; ++t)
+    for (i64 h = 0; h < m->heads; ++h) {
+      const T* own = (m->gate_up.data ? gate + t * inner : low + t * entered) + h * m->dim;
+      T* row = o + t * inner + h * m->dim;
+      gated_rms_norm(row, own, m->norm, row, m->dim, T(m->norm_eps));
+    }
+  multiply(o, inner, m->out, y, m->out.outputs, tokens);
+}
+K3_BOTH(k3_kda_block,
+        (const KdaBlock<T>* m, const T* x, i64 stride, const i64* slots, const i64* read_columns, const KdaPools<T>* pools, i64 n_rows,
+         i64 group, T* y),
+        (m, x, stride, slots, read_columns, pools, n_rows, group, y))
