@@ -142,7 +142,7 @@ class CachedMemory:
         self.has_rings_of_rows = has_rings_of_rows
         self._cache, self._chain = cache, chain
         self._holdings: dict[int, Holding] = {}
-        self._waiting: tuple[DecodeRequest, Prompt] | None = None  # at the head of the queue, hashed once
+        self._head: tuple[DecodeRequest, Prompt] | None = None  # of the queue, hashed once
 
     @property
     def n_pages(self) -> int:
@@ -169,7 +169,7 @@ class CachedMemory:
         holding = self._cache.reserve(self._prompt(request, n_pages))
         if holding is None:
             raise MemoryError(f"{n_pages} pages and a state slot asked: {self.page_counts()}")
-        self._waiting = None
+        self._head = None
         self._holdings[request.key] = holding
         return Place(holding.pages, holding.tenant.live)
 
@@ -195,7 +195,7 @@ class CachedMemory:
         return SlotCounts(counts.total, counts.total - counts.held, counts.held, 0)
 
     def _prompt(self, request: DecodeRequest, n_pages: int) -> Prompt:
-        if self._waiting is None or self._waiting[0] is not request:
+        if self._head is None or self._head[0] is not request:
             prompt = Prompt(request.prompt_len, self._chain(request), room=n_pages)
-            self._waiting = (request, prompt)
-        return self._waiting[1]
+            self._head = (request, prompt)
+        return self._head[1]
