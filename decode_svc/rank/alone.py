@@ -88,11 +88,12 @@ class Alone:
         spec, draft = K3Spec.from_folder(Path(config.model.path)), speculation.drafter(config)
         device = open_device(config.model.device, config.backends.threads)
         self._device = device.torch_device
+        kernels = config.backends
         self._stage = open_stage(
             Path(config.model.path),
             SOLO,
             solo_groups(),
-            select(Backends(config.backends.attention, config.backends.kda), self._device),
+            select(Backends(kernels.attention, kernels.kda, kernels.moe), self._device),
             dtype=config.model.dtype,
             device=self._device,
             moe_weights=config.backends.moe_weights,

@@ -15,7 +15,7 @@ import k3
 from k3.cache.layout import build_layout
 from k3.config import speculation
 from k3.config.stages import mesh_of
-from k3.config.tree import EngineConfig, ModelConfig, RouterConfig
+from k3.config.tree import BackendsConfig, EngineConfig, ModelConfig, RouterConfig
 from k3.model.spec import K3Spec
 
 EMBEDDED_MODEL = Path(k3.__file__).parent / "assets" / "tiny"
@@ -71,6 +71,13 @@ def _kernels(name: str, device: str) -> str:
     return "reference" if name == "auto" and device == "cpu" else name
 
 
+def _moe_weights(backends: BackendsConfig, device: str) -> str:
+    """Our GPU kernels read a quarter of the bytes and gain by it; elsewhere unpacking per use only costs."""
+    if backends.moe_weights != "auto":
+        return backends.moe_weights
+    return "dequant" if device == "cpu" or backends.moe == "reference" else "packed"
+
+
 def _graphs(config: EngineConfig) -> str:
     """`model.device` must be resolved. Prefill's steps are all different; stages' frames lie elsewhere each time."""
     if config.backends.graphs != "auto":
@@ -108,8 +115,9 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
             backends,
             attention=_kernels(backends.attention, model.device),
             kda=_kernels(backends.kda, model.device),
+            moe=_kernels(backends.moe, model.device),
             graphs=_graphs(config),
-            moe_weights=backends.moe_weights if backends.moe_weights != "auto" else "dequant",
+            moe_weights=_moe_weights(backends, model.device),
             threads=backends.threads or max(1, machine.cores // n_ranks),
         ),
         serve=replace(config.serve, port=config.serve.port or DEFAULT_PORTS[config.role]),

@@ -237,9 +237,14 @@ class BackendsConfig:
         "kernels of KDA and of mixing residuals; auto = reference on CPU, triton on a GPU",
         choices=("auto", "reference", "triton"),
     )
+    moe: str = key(
+        "auto",
+        "kernels of router and experts; auto = reference on CPU, triton on a GPU",
+        choices=("auto", "reference", "triton"),
+    )
     moe_weights: str = key(
         "auto",
-        "MXFP4 experts: dequantized at load or per use",
+        "MXFP4 experts: dequantized at load or per use; auto = packed with triton kernels, dequant otherwise",
         choices=("auto", "dequant", "packed"),
     )
     graphs: str = key(

@@ -120,9 +120,8 @@ def _serve(
     device = open_device(kind if kind == "cpu" else f"{kind}:{rank}", config.backends.threads)
     host, _colon, port = setup.rendezvous.rpartition(":")
     groups = collectives.join(place, host, int(port or 0), device.collective_backend, JOIN_S)
-    ops = select(
-        Backends(attention=config.backends.attention, kda=config.backends.kda), device.torch_device
-    )
+    kernels = config.backends
+    ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)
     stage = open_stage(
         Path(config.model.path),
         place,
