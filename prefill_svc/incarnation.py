@@ -52,6 +52,7 @@ class Incarnation:
         self.cache_log = CacheLog(instance_id, self._cached) if deployment.has_cache else None
         self.scheduler = deployment.scheduler(self.cache_log.hear if self.cache_log else unheard)
         self._counted = self.scheduler.cache.totals()
+        self._n_held, self._held_since = 0, clock()
         self._deployment = deployment
         self._metrics = metrics
         self._clock = clock
@@ -260,11 +261,14 @@ class Incarnation:
         return cache.pages(), cache.checkpoints()
 
     def _count_cache(self) -> None:
-        """Pass on by how much the cache's own counters grew."""
+        """Pass on by how much the cache's own counters grew, and how long requests were held since the last time."""
         totals = self.scheduler.cache.totals()
         self._metrics.prefix.grew({name: n - self._counted[name] for name, n in totals.items()})
-        self._metrics.held.set(self.scheduler.n_held)
         self._counted = totals
+        now = self._clock()
+        self._metrics.held_s.inc(self._n_held * (now - self._held_since))
+        self._n_held, self._held_since = self.scheduler.n_held, now
+        self._metrics.held.set(self._n_held)
 
     def _command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
         try:

@@ -82,6 +82,10 @@ class PrefillMetrics(EngineMetrics):
         self.held = d.gauge(
             "k3_prefill_held_requests", "Requests that wait for their state to be filed."
         )
+        self.held_s = d.counter(
+            "k3_prefill_hold_seconds_total",
+            "Seconds requests waited for their state to be filed, of all of them together.",
+        )
         self.prefix = PrefixMetrics(d)
 
     def aliases(self) -> list[Alias]:

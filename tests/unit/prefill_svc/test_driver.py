@@ -43,9 +43,10 @@ class Group:
         self.setup = setup
         self.is_stopped = False
         self.answers_plans = True
+        self._unanswered: list[plan_pb2.StepResult] = []
         self._on_progress = on_progress
         self._results: asyncio.Queue[plan_pb2.StepResult] = asyncio.Queue()
-        self._statuses: asyncio.Queue[plan_pb2.TransferStatus] = asyncio.Queue()
+        self._statuses: asyncio.Queue[tuple[int, plan_pb2.TransferStatus]] = asyncio.Queue()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, deadline_s: float) -> list[plan_pb2.MoverReady]:
@@ -66,8 +67,14 @@ class Group:
             for row in plan.chunks
             if row.is_final
         ]
+        self._unanswered.append(plan_pb2.StepResult(step_id=plan.step_id, rows=rows))
         if self.answers_plans:
-            self._results.put_nowait(plan_pb2.StepResult(step_id=plan.step_id, rows=rows))
+            self.answer()
+
+    def answer(self) -> None:
+        """All plans that have not been answered."""
+        while self._unanswered:
+            self._results.put_nowait(self._unanswered.pop(0))
 
     async def next_result(self) -> plan_pb2.StepResult:
         return await self._unless_failed(self._results)
@@ -75,10 +82,10 @@ class Group:
     async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
         if command.HasField("connect_peer"):
             answer = plan_pb2.PeerConnected(peer_id=command.connect_peer.peer_id)
-            self._statuses.put_nowait(plan_pb2.TransferStatus(peer_connected=answer))
+            self._statuses.put_nowait((rank, plan_pb2.TransferStatus(peer_connected=answer)))
 
     async def next_status(self) -> tuple[int, plan_pb2.TransferStatus]:
-        return 0, await self._unless_failed(self._statuses)
+        return await self._unless_failed(self._statuses)
 
     async def _unless_failed(self, queue: asyncio.Queue):
         wanted = asyncio.ensure_future(queue.get())
@@ -107,18 +114,18 @@ class World:
         return asyncio.create_task(self.engine.run())
 
     async def connect(self) -> None:
-        request = connect_request("d1")
+        request = connect_request("d1", cp=self.deployment.n_ranks)
         request.layout = self.deployment.layout
         request.layout_fingerprint = self.deployment.layout_fingerprint
         request.geometry.CopyFrom(self.deployment.geometry)
         await self.engine.life().connect(request)
 
-    def open(self) -> Stream:
+    def open(self, n_tokens: int = 3) -> Stream:
         stream = Stream()
         start = prefill_pb2.Start(
             proto_version=1,
             instance_id="d1",
-            token_ids=[1, 2, 3],
+            token_ids=range(1, 1 + n_tokens),
             sampling=common_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
             layout_fingerprint=self.deployment.layout_fingerprint,
         )
@@ -310,6 +317,26 @@ async def test_a_cache_that_makes_stages_wait_is_warned_of(
         assert ("use fork_at_schedule" in caplog.text) == (pp > 1)
         await world.engine.stop()
         await running
+
+
+@pytest.mark.prefill
+async def test_seconds_that_requests_are_held_are_counted() -> None:
+    cache = replace(CONFIG.cache, prefix="on", checkpoint_interval=16, checkpoint_mode="fork_hold")
+    world = World(replace(CONFIG, cache=cache, parallel=ParallelConfig(pp=2)))
+    running = await world.start()
+    await world.connect()
+    group = world.groups[0]
+    group.answers_plans = False
+    stream = world.open(n_tokens=41)
+    await world.until(lambda: world.counted("k3_prefill_held_requests") == 1)
+    world.clock.now_s += 3.0
+    group.answer()
+    group.answers_plans = True
+    await world.until(lambda: "prefilled" in stream.kinds())
+    assert world.counted("k3_prefill_hold_seconds_total") == pytest.approx(3.0)
+    assert world.counted("k3_prefill_held_requests") == 0
+    await world.engine.stop()
+    await running
 
 
 async def test_what_is_cached_is_told_and_flushed() -> None:
