@@ -151,7 +151,10 @@ class Incarnation:
     @property
     def n_busy(self) -> int:
         """Callers, requests and quarantined memory that are not finished with."""
-        return len(self._callers) + len(self.scheduler.open_requests()) + self.intake.n_open
+        n_late = 0 if self.local is None else self.local.n_late
+        return (
+            len(self._callers) + len(self.scheduler.open_requests()) + self.intake.n_open + n_late
+        )
 
     # ---------------------------------------------------------------- loops
 
@@ -287,6 +290,7 @@ class Incarnation:
             scheduler.rows.counts(),
         )
         drafts = scheduler.limits.draft_tokens > 0
+        rings = rows if scheduler.memory.has_rings_of_rows else slots
         filed = None if self.local is None else self.local.prompts.cache.slot_counts()
         return instance_pb2.Load(
             running=scheduler.n_holding,
@@ -300,8 +304,8 @@ class Incarnation:
             state_slots_quarantined=slots.quarantined,
             state_slots_total=slots.total,
             rows_used=rows.held,
-            draft_slots_used=slots.held if drafts else 0,
-            draft_slots_total=slots.total if drafts else 0,
+            draft_slots_used=rings.held if drafts else 0,
+            draft_slots_total=rings.total if drafts else 0,
             transfers=self.intake.n_transfers,
             rank_tokens=scheduler.rank_tokens(),
             waiting_tokens=0 if self.local is None else self.local.prompts.waiting_tokens,

@@ -2,8 +2,8 @@
 
 Embeds prefill's scheduler (`prefill_svc.core`). A request has its whole worst case reserved when it comes here. Its
 chunks write decode's own pages and state slot, and the row that goes on from them opens in a later plan of the same
-line, so nothing is sent, waited for or proven quiet. An abort gives the memory back at once: every plan that reuses it
-runs later. No clock and no I/O of its own.
+line, so nothing is sent, waited for or proven quiet. An abort gives the memory back at once, since every plan that
+reuses it runs later; where transfers write too, once no plan in flight names it. No clock and no I/O of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from decode_svc import wire
 from decode_svc.caller import Caller
-from decode_svc.memory import CachedMemory, Place
+from decode_svc.memory import CachedMemory, Hold, Place
 from decode_svc.request import DecodeRequest
 from decode_svc.scheduler import DecodeScheduler
 from k3.rpc.convert import token_from_proto
@@ -44,6 +44,14 @@ class LocalPrefill:
         self._callers: dict[int, Caller] = {}
         self._starts: dict[int, prefill_pb2.Start] = {}
         self._counted = prompts.cache.totals()
+        self._newest: dict[int, int] = {}  # by request: the newest plan that names it
+        self._acknowledged = 0
+        self._late: list[tuple[int, Hold]] = []  # memory that a plan in flight may still write
+
+    @property
+    def n_late(self) -> int:
+        """Ended requests whose memory waits for a plan in flight."""
+        return len(self._late)
 
     def takes(self, request: DecodeRequest) -> bool:
         """Whether the prompt is computed here."""
@@ -56,7 +64,7 @@ class LocalPrefill:
     def start(self, caller: Caller, now: float) -> None:
         """Begin to compute the prompt of a request that was just admitted."""
         request = caller.request
-        self._decode.fill(request, here=True)
+        self._decode.fill(request)
         caller.opened_s = now
         self._callers[request.key] = caller
         self._starts[request.key] = wire.prefill_start(request.spec)
@@ -64,13 +72,19 @@ class LocalPrefill:
 
     def abort(self, request: DecodeRequest) -> None:
         """End a request whose prompt is not complete."""
-        self._leave(request)
-        self._decode.drop(request)
-
-    def _leave(self, request: DecodeRequest) -> None:
         del self._callers[request.key], self._starts[request.key]
         self.prompts.abort(request.key)
         self.prompts.release(request.key)
+        self._drop(request)
+
+    def _drop(self, request: DecodeRequest) -> None:
+        hold, newest = self._decode.drop(request), self._newest.pop(request.key, 0)
+        if hold is None:
+            return
+        if newest > self._acknowledged:
+            self._late.append((newest, hold))
+        else:
+            self._decode.settle(hold)
 
     def _holding(self, request: DecodeRequest) -> Holding:
         memory, held = self._decode.memory, request.held
@@ -84,13 +98,20 @@ class LocalPrefill:
         """The next chunks, numbered among themselves; None when there are none or enough are in flight."""
         plan = self.prompts.plan(now)
         self._count()
-        return None if plan is None else chunk_wire.step_plan(plan, self._starts)
+        if plan is None:
+            return None
+        self._newest |= {chunk.key: plan.step_id for chunk in plan.chunks}
+        return chunk_wire.step_plan(plan, self._starts)
 
     def absorb(self, step: int, result: plan_pb2.StepResult, now: float) -> None:
         """Take the acknowledgement of chunks; complete prompts begin to run. step: their number among themselves."""
         rows = {row.request: row for row in result.rows if row.tokens}
         drawn = [(row.request, row.epoch) for row in rows.values()]
         chunks = self.prompts.advance(step, drawn)
+        self._acknowledged = step
+        for newest, hold in [late for late in self._late if late[0] <= step]:
+            self._late.remove((newest, hold))
+            self._decode.settle(hold)
         self._metrics.local.step_s.observe(result.step_s)
         for chunk in chunks:
             self._metrics.local.tokens.inc(chunk.length)
@@ -113,8 +134,9 @@ class LocalPrefill:
         kept = self._decode.first_token(request, token_from_proto(row.tokens[0]))
         caller.tell(kept, now)
         if kept.finish is not None:
-            self._decode.drop(request)
+            self._drop(request)
             return
+        del self._newest[request.key]
         self._decode.moved(request, place)
         request.draft_valid = self._has_drafter
         if self._has_drafter:

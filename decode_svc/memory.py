@@ -31,9 +31,14 @@ class Place(NamedTuple):
 
 
 class Memory(Protocol):
-    """What the scheduler asks of memory. has_rings_of_rows: draft rings belong to rows, not to state slots."""
+    """What the scheduler asks of memory.
+
+    has_rings_of_rows: draft rings belong to rows, not to state slots. has_outside_writers: transfers write here, which
+    keep to no order of plans.
+    """
 
     has_rings_of_rows: bool
+    has_outside_writers: bool
 
     @property
     def n_pages(self) -> int:
@@ -78,7 +83,7 @@ class PoolMemory:
     """See the module's docstring."""
 
     def __init__(self, pages: PagePool, slots: SlotPool) -> None:
-        self.has_rings_of_rows = False
+        self.has_rings_of_rows, self.has_outside_writers = False, True
         self._pages, self._slots = pages, slots
         self._places: dict[int, Place] = {}
 
@@ -139,7 +144,7 @@ class CachedMemory:
         *,
         has_rings_of_rows: bool,
     ) -> None:
-        self.has_rings_of_rows = has_rings_of_rows
+        self.has_rings_of_rows, self.has_outside_writers = has_rings_of_rows, False
         self._cache, self._chain = cache, chain
         self._holdings: dict[int, Holding] = {}
         self._head: tuple[DecodeRequest, Prompt] | None = None  # of the queue, hashed once

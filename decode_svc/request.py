@@ -149,7 +149,6 @@ class DecodeRequest:
         "draft_valid",
         "drafts",
         "has_drafts",
-        "is_local",
         "key",
         "next_drafts",
         "outputs",
@@ -169,7 +168,6 @@ class DecodeRequest:
         self.arrived_s = arrived_s
         self.wait_s: float | None = None  # seconds in the queue until the first admission
         self.reservation: Reservation | None = None
-        self.is_local = False  # its prompt is computed in place
         self.outputs: list[TokenEvent] = []  # confirmed output tokens, the first one from prefill
         self.base = 0  # confirmed base: position of the anchor
         self.draft_valid = False  # prefill's draft rows are in the ring

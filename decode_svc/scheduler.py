@@ -160,13 +160,9 @@ class DecodeScheduler:
 
     # ---------------------------------------------------------------- filling
 
-    def fill(self, request: DecodeRequest, *, here: bool = False) -> None:
-        """A prefill instance is about to learn the reservation: from now on it may be written.
-
-        here: the prompt is computed in place instead, in the order of plans, so that nothing is ever written late.
-        """
+    def fill(self, request: DecodeRequest) -> None:
+        """The reservation is about to be written, by a prefill instance that learns it or by chunks computed here."""
         request.apply(Event.FILL)
-        request.is_local = here
 
     def first_token(self, request: DecodeRequest, token: TokenEvent) -> Kept:
         """The token prefill drew. A request it ends never gets a row: `drop` it."""
@@ -208,7 +204,7 @@ class DecodeScheduler:
                 return None
             case _:
                 del self._filling[request.key]
-        if state is State.ADMITTED or request.is_local:
+        if state is State.ADMITTED or not self.memory.has_outside_writers:
             self._release(request)
             return None
         return self._quarantine(request)

@@ -251,6 +251,28 @@ def test_a_prompt_that_waited_finds_what_came_to_be_cached_meanwhile() -> None:
     assert not set(before[1]) & set(before[2])
 
 
+def test_memory_of_an_aborted_prompt_waits_for_its_plan_where_transfers_write_too() -> None:
+    """A transfer to its next owner keeps to no order of plans, so a chunk in flight could land after it."""
+    plain = config(1, "off")
+    schedule = replace(plain.schedule, local_prefill_max=40)
+    world = World(replace(plain, role="decode", schedule=schedule), 7, is_eager=False)
+    free = world.scheduler.memory.page_counts().free
+    spec = RequestSpec(RequestId("r"), tuple(range(10, 22)), SamplingParams(), StopParams(4))
+    for n_plans in (0, 1):
+        request = world.scheduler.submit(spec, 0.0)
+        world.callers[request.key] = Caller(request)
+        world.admit()
+        for _ in range(n_plans):
+            world.plan()
+        world.local.abort(request)
+        counts = world.scheduler.memory.page_counts()
+        assert (counts.held, counts.quarantined > 0) == (0, n_plans > 0)
+        assert world.local.n_late == n_plans
+        world.acknowledge()
+        assert world.scheduler.memory.page_counts().free == free
+        assert world.local.n_late == 0
+
+
 def test_chunks_and_verify_groups_take_turns() -> None:
     """While a long prompt is computed, every running request takes part in every second plan."""
     world = World(config(1, "off"), 5, is_eager=True)
