@@ -129,6 +129,18 @@ def test_other_settings_give_the_same_tokens(start, oracle, name):
         cluster.expect_baseline()
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rules_that_weigh_drafts_draw_what_the_target_may_draw(start, oracle, rule):
+    """Greedy tokens are the target's own, others are among those that its filters leave."""
+    cases = tuple(CASES[i] for i in (0, 2, 3, 4, 5, 8, 9, 11))
+    with start(Setting("mla", "prefix", ("--spec-acceptance", rule))) as cluster:
+        for case, tokens in zip(cases, asyncio.run(all_at_once(cluster.url, cases)), strict=True):
+            likely = oracle.probabilities(case.prompt, tokens, case.params)
+            assert min(likely) > 0, (case, tokens, likely)
+        assert counters(cluster)["drafts"] > 0
+        cluster.expect_baseline()
+
+
 def gate_changes(cluster: Cluster, to: str) -> int:
     text = httpx.get(f"http://{cluster.decodes[0].ops}/metrics").text
     return int(metric(text, "k3_spec_gate_changes_total", to=to) or 0)
