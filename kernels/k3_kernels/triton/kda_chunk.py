@@ -166,6 +166,8 @@ def delta(
 ) -> tuple[Tensor, Tensor]:
     """`reference.kda.chunk` in float32: o [T, H, D] and the final state, a new tensor. D is a power of two from 16."""
     n_tokens, heads, dim = q_THD.shape
+    # the convolution leaves tokens next to each other, not channels
+    q_THD, k_THD, v_THD = (x.contiguous() for x in (q_THD, k_THD, v_THD))
     for x in (q_THD, k_THD, v_THD, state_HVK):
         assert x.stride(-1) == 1, f"heads of a chunk: strides {x.stride()}"
         assert x.dtype == torch.float32, f"chunk in {x.dtype}: expected float32"
