@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from k3_kernels.cpu import library
+
 import k3
 from k3.cache.layout import build_layout
 from k3.config import speculation
@@ -30,13 +32,14 @@ class Machine:
 
     cores: int
     has_gpu: bool
+    has_native: bool = False  # the native library for this CPU was built
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Machine:
         """This machine, seen without importing torch; the ranks check the device again."""
         is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
         has_driver = any(path.exists() for path in GPU_DRIVER_FILES)
-        return cls(len(os.sched_getaffinity(0)), has_driver and not is_hidden)
+        return cls(len(os.sched_getaffinity(0)), has_driver and not is_hidden, library.is_built())
 
 
 def resolve_model(model: ModelConfig, machine: Machine) -> ModelConfig:
@@ -66,9 +69,11 @@ def resolve_router(config: RouterConfig, machine: Machine) -> RouterConfig:
     return replace(config, model=resolve_model(config.model, machine))
 
 
-def _kernels(name: str, device: str) -> str:
-    """On a GPU `auto` stays: a rank finds what is installed there."""
-    return "reference" if name == "auto" and device == "cpu" else name
+def _kernels(name: str, model: ModelConfig, machine: Machine) -> str:
+    """On a GPU `auto` stays: a rank finds what is installed there. The native library has no bfloat16."""
+    if name != "auto" or model.device != "cpu":
+        return name
+    return "native" if machine.has_native and model.dtype != "bfloat16" else "reference"
 
 
 def _moe_weights(backends: BackendsConfig, device: str) -> str:
@@ -113,9 +118,9 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
         cache=replace(cache, state_slots=cache.state_slots or schedule.max_rows + extra),
         backends=replace(
             backends,
-            attention=_kernels(backends.attention, model.device),
-            kda=_kernels(backends.kda, model.device),
-            moe=_kernels(backends.moe, model.device),
+            attention=_kernels(backends.attention, model, machine),
+            kda=_kernels(backends.kda, model, machine),
+            moe=_kernels(backends.moe, model, machine),
             graphs=_graphs(config),
             moe_weights=_moe_weights(backends, model.device),
             threads=backends.threads or max(1, machine.cores // n_ranks),

@@ -229,18 +229,18 @@ class BackendsConfig:
 
     attention: str = key(
         "auto",
-        "attention kernels; auto = reference on CPU, the fastest installed one on a GPU",
-        choices=("auto", "reference", "triton", "flashmla", "flashinfer"),
+        "attention kernels; auto = native on CPU (reference where it is not built), the fastest installed one on a GPU",
+        choices=("auto", "native", "reference", "triton", "flashmla", "flashinfer"),
     )
     kda: str = key(
         "auto",
-        "kernels of KDA and of mixing residuals; auto = reference on CPU, triton on a GPU",
-        choices=("auto", "reference", "triton"),
+        "kernels of KDA and of mixing residuals; auto = native on CPU, triton on a GPU",
+        choices=("auto", "native", "reference", "triton"),
     )
     moe: str = key(
         "auto",
-        "kernels of router and experts; auto = reference on CPU, triton on a GPU",
-        choices=("auto", "reference", "triton"),
+        "kernels of router and experts; auto = native on CPU, triton on a GPU",
+        choices=("auto", "native", "reference", "triton"),
     )
     moe_weights: str = key(
         "auto",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from k3_kernels.api import Ops
+from k3_kernels.layers import KdaLayer, kda_block
 from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule
 from torch import Tensor
 
@@ -71,6 +72,12 @@ class Kda:
         self.o_norm = weights.take(f"{prefix}o_norm.weight", dtype=acc)
         o_proj = weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard)
         self.o_proj = ops.dense.projection(o_proj)
+        low_rank = None if spec.kda.full_rank_gate else self.g_b
+        whole = KdaLayer(
+            *(self.entry, self.widths, low_rank, self.f_b, self.rule, self.o_norm),
+            *(self.eps, self.o_proj),
+        )
+        self.block = kda_block(ops.kda, whole)
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Convolution input [T, H, 3, K], output gate [T, H, K], raw decay gate [T, H, K], raw beta [T, H]."""
@@ -97,6 +104,9 @@ class Kda:
 
     def verify(self, x_TD: Tensor, caches: StageCaches, batch: VerifyBatch) -> Tensor:
         """One group per row from its read column; what every token of it may leave behind stays until the next."""
+        if self.block is not None and len(x_TD) <= self.block.most_tokens:
+            slots = batch.state_slots_B, batch.read_column_B
+            return self.block(x_TD, batch.group, self._cache(caches), *slots)
         u, gate, raw, beta = self._enter(x_TD)
         rows = (-1, batch.group)
         o = self.ops.group(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 from k3_kernels.api import Ops
+from k3_kernels.layers import MlaLayer, mla_block
 from k3_kernels.reference.mla import DecodePlan
 from torch import Tensor
 
@@ -78,6 +79,19 @@ class Mla:
         own = Shard(place.cp_rank, place.mesh.cp).of(self.n_heads)
         projected = own if exchange == "latent" else slice(None)
         self.v_up_HCV = self.kv_up_HDC[projected, mla.nope_dim :].transpose(1, 2)
+        self.block = None
+        if self.context.size == 1:
+            self.block = mla_block(ops.attention, self._whole())
+
+    def _whole(self) -> MlaLayer:
+        mla = self.spec
+        has_factor = mla.q_lora_rank is not None
+        return MlaLayer(
+            *(self.entry, self.widths, self.kv_norm),
+            self.q_norm if has_factor else None,
+            self.q_b if has_factor else None,
+            *(self.kv_up_HDC, mla.nope_dim, mla.rope_dim, mla.scale, LORA_NORM_EPS, self.o_proj),
+        )
 
     def _enter(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries [T, H, N + R], latent rows [T, K], gate [T, J * V] or None."""
@@ -112,6 +126,8 @@ class Mla:
 
     def verify(self, x_TD: Tensor, latents: Tensor, batch: VerifyBatch, plan: DecodePlan) -> Tensor:
         """Write the owned latents, attend within the bounds, exchange and merge over context ranks."""
+        if self.block is not None and len(x_TD) <= self.block.most_tokens:
+            return self.shard.all_reduce(self.block(x_TD, latents, batch.slot_T, plan))
         query, latent, gate = self._enter(x_TD)
         self.ops.write(latents, batch.slot_T, latent)
         q_n, q_r = query.split((self.spec.nope_dim, self.spec.rope_dim), -1)

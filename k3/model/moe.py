@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from k3_kernels.api import Ops
+from k3_kernels.layers import MoeLayer, moe_block
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
 from k3_kernels.reference.mxfp4 import unpack
 from torch import Tensor
@@ -60,6 +61,18 @@ class Moe:
             self.down, self.up = ops.dense.projection(down), ops.dense.projection(up)
         if moe.latent_norm:
             self.norm = weights.take(f"{prefix}routed_expert_norm.weight")
+        self.block = moe_block(ops.moe, self._whole()) if comm.size == 1 else None
+
+    def _whole(self) -> MoeLayer:
+        is_latent, shared = self.spec.latent is not None, self.shared
+        return MoeLayer(
+            *(self.gate, self.bias, self.rule, self.down if is_latent else None, self.experts),
+            *(self.situ.beta, self.situ.linear_beta),
+            *(self.norm if self.spec.latent_norm else None, self.eps),
+            self.up if is_latent else None,
+            shared.gate_up if shared else None,
+            shared.down if shared else None,
+        )
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids [T, k] and weights [T, k] (wide)."""
@@ -67,6 +80,8 @@ class Moe:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D], complete on every rank of the shard group."""
+        if self.block is not None and len(x_TD) <= self.block.most_tokens:
+            return self.block(x_TD)
         ids, weight = self.route(x_TD)
         z = x_TD if self.spec.latent is None else self.down(x_TD)
         routed = self.ops.experts(

@@ -5,37 +5,20 @@ Rules of `k3_kernels.reference.mla`. Other dtypes than float32 and float64 go to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from k3_kernels.cpu.calls import DTYPES, pair, rows
 from k3_kernels.cpu.chunk_ops import NativePrefill
+from k3_kernels.cpu.layer_ops import NativeMlaBlock, are_packed
+from k3_kernels.cpu.plan import NativePlan
+from k3_kernels.layers import MlaLayer
 from k3_kernels.reference import message, mla
-
-
-@dataclass(frozen=True, slots=True)
-class NativePlan:
-    """What all layers of one step share; `plain` makes the reference's plan, for a dtype the library has not."""
-
-    page_table_BW: Tensor
-    bound_T: Tensor
-    group: int
-    max_bound: int
-    page_tokens: int
-
-    def plain(self) -> mla.DecodePlan:
-        """For the reference."""
-        return mla.plan_decode(
-            self.page_table_BW, self.bound_T, self.group, self.max_bound, self.page_tokens
-        )
 
 
 class NativeAttention(NativePrefill):
     """`api.AttentionOps`."""
 
-    plan = staticmethod(NativePlan)
+    plan = staticmethod(NativePlan.of)
     pack = staticmethod(message.pack)
     merge_packed = staticmethod(message.merge_packed)
 
@@ -64,8 +47,7 @@ class NativeAttention(NativePrefill):
         if q.dtype not in DTYPES or cache.dtype != q.dtype or cache.stride(2) != 1:
             return mla.decode(q_THK, cache, plan.plain(), scale, value_width)
         n_tokens, n_heads, width = q.shape
-        table = rows(plan.page_table_BW.to(torch.int32))
-        bound = plan.bound_T.to(torch.int32).contiguous()
+        table, bound = plan.table, plan.bound
         o, lse = q.new_empty(n_tokens, n_heads, value_width), q.new_empty(n_tokens, n_heads)
         self._decode[q.dtype](
             *(q.data_ptr(), q.stride(0), q.stride(1)),
@@ -74,3 +56,9 @@ class NativeAttention(NativePrefill):
             *(table.shape[0], plan.group, n_heads, width, value_width, cache.shape[1], scale),
         )
         return o, lse
+
+    def block(self, layer: MlaLayer) -> NativeMlaBlock | None:
+        """One call for a whole layer, where its projections are packed."""
+        if not are_packed(layer.entry, layer.query_up, layer.out):
+            return None
+        return NativeMlaBlock(layer)

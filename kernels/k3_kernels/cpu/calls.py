@@ -24,3 +24,11 @@ def pair(name: str) -> dict[torch.dtype, Callable[..., None]]:
 def rows(x: Tensor) -> Tensor:
     """`x` with a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` as rows of its last axis, and the values from row to row."""
+    if x.dim() == 2:
+        x = rows(x)
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from k3_kernels.cpu.calls import DTYPES, pair, rows
+from k3_kernels.cpu.calls import DTYPES, as_rows, pair, rows
 from k3_kernels.reference import norm
 
 LANES = {torch.float32: 16, torch.float64: 8}
@@ -50,14 +50,14 @@ def is_exact(x: Tensor, dtype: torch.dtype) -> bool:
 class NativeProjection:
     """x [.., I] -> x weight^T [.., O]."""
 
-    __slots__ = ("_address", "_inputs", "_linear", "_narrow", "_outputs", "_packed", "_weight")
+    __slots__ = ("_address", "_inputs", "_linear", "_narrow", "_outputs", "_weight", "packed")
 
     def __init__(self, weight_OI: Tensor) -> None:
         """Raises LibraryError."""
         self._weight = weight_OI
         self._outputs, self._inputs = weight_OI.shape
-        self._packed = Packed.of(weight_OI)
-        self._address, self._narrow = self._packed.data.data_ptr(), int(self._packed.is_narrow)
+        self.packed = Packed.of(weight_OI)
+        self._address, self._narrow = self.packed.data.data_ptr(), int(self.packed.is_narrow)
         self._linear = pair("k3_linear")[weight_OI.dtype]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -72,14 +72,6 @@ class NativeProjection:
             *(n_tokens, self._outputs, self._inputs),
         )
         return y
-
-
-def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """`x` as rows of its last axis, and the values from row to row."""
-    if x.dim() == 2:
-        x = rows(x)
-        return x, x.stride(0)
-    return x.contiguous(), x.shape[-1]
 
 
 class NativeDense:

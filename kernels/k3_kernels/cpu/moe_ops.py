@@ -12,6 +12,8 @@ from torch import Tensor
 
 from k3_kernels.cpu.calls import DTYPES, pair, rows
 from k3_kernels.cpu.dense import Packed
+from k3_kernels.cpu.layer_ops import NativeMoeBlock, are_packed
+from k3_kernels.layers import MoeLayer
 from k3_kernels.reference import moe
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, Routing
 
@@ -100,3 +102,13 @@ class NativeMoe:
             *(beta, linear_beta or 0.0, y.data_ptr()),
         )
         return y
+
+    def block(self, layer: MoeLayer) -> NativeMoeBlock | None:
+        """One call for a whole feed-forward, where experts and projections are packed."""
+        shared = (layer.shared_gate_up, layer.shared_down)
+        experts = layer.experts
+        if not isinstance(experts, NativeExperts):
+            return None
+        if not are_packed(layer.down, layer.up, *shared) or experts.count != len(layer.gate_ED):
+            return None
+        return NativeMoeBlock(layer, experts.w13_packed, experts.w2_packed)

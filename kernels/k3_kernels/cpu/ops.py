@@ -13,6 +13,8 @@ from torch import Tensor
 from k3_kernels.cpu.blocks import KdaPools
 from k3_kernels.cpu.calls import DTYPES, pair, rows
 from k3_kernels.cpu.chunk_ops import NativeChunks
+from k3_kernels.cpu.layer_ops import NativeKdaBlock, are_packed
+from k3_kernels.layers import KdaLayer
 from k3_kernels.reference import attnres
 from k3_kernels.reference.group import GroupCache, GroupRule, verify
 
@@ -81,3 +83,9 @@ class NativeKda(NativeChunks):
 
     def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
         """Everything can be computed."""
+
+    def block(self, layer: KdaLayer) -> NativeKdaBlock | None:
+        """One call for a whole layer, where its projections are packed."""
+        if not are_packed(layer.entry, layer.gate_up, layer.decay_up, layer.out):
+            return None
+        return NativeKdaBlock(layer)

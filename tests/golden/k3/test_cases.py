@@ -145,17 +145,19 @@ class _recorded_routes:
         self._layers = [
             (layer.index, layer.ffn) for layer in stage.layers if isinstance(layer.ffn, Moe)
         ]
+        self._blocks = [moe.block for _, moe in self._layers]
         self.routes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> dict[int, tuple[Tensor, Tensor]]:
         for index, moe in self._layers:
             moe.ops = _Recording(moe.ops, self.routes, index)
+            moe.block = None  # which would not ask
         return self.routes
 
     def __exit__(self, *_: object) -> None:
-        for _, moe in self._layers:
+        for (_, moe), block in zip(self._layers, self._blocks, strict=True):
             assert isinstance(moe.ops, _Recording)
-            moe.ops = moe.ops.real
+            moe.ops, moe.block = moe.ops.real, block
 
 
 class _Recording:

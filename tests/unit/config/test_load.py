@@ -254,6 +254,17 @@ def test_auto_follows_the_machine():
     assert not Machine.here({"CUDA_VISIBLE_DEVICES": ""}).has_gpu
 
 
+def test_auto_takes_the_native_library_where_it_was_built_and_has_the_dtype():
+    decode = replace(EngineConfig(), role="decode")
+    built = Machine(cores=3, has_gpu=False, has_native=True)
+    names = resolve_names(decode, built).backends
+    assert (names.attention, names.kda, names.moe) == ("native", "native", "native")
+    names = resolve_names(decode, replace(built, has_native=False)).backends
+    assert (names.attention, names.kda, names.moe) == ("reference", "reference", "reference")
+    half = replace(decode, model=replace(decode.model, dtype="bfloat16"))
+    assert resolve_names(half, built).backends.kda == "reference"
+
+
 def test_states_are_taken_back_by_records_on_a_gpu_and_by_snapshots_on_a_cpu():
     drafting = replace(EngineConfig(), role="decode", spec=SpecConfig(draft_tokens=7))
     gpu = resolve_names(drafting, Machine(cores=12, has_gpu=True))
