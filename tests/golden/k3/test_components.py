@@ -164,7 +164,7 @@ def test_latent_moe_layer_matches() -> None:
         tensors[f"{prefix}experts.{e}.w3.weight"] = up
         tensors[f"{prefix}experts.{e}.w2.weight"] = c["experts.down_projs"][e].t()
     weights = Weights(MemorySource(tensors), tensors, torch.float32, CPU)
-    moe = Moe(spec, SOLO, solo_groups().shard, OPS.moe, weights, 1, "dequant")
+    moe = Moe(spec, SOLO, solo_groups().shard, OPS, weights, 1, "dequant")
     weights.finish()
     assert_close(moe(c["x"][0]), c["y"][0], ATOL, "y")
 
@@ -181,7 +181,7 @@ def test_gated_mla_layer_and_its_latent_rows_match() -> None:
     prefix = "model.layers.0.self_attn."
     tensors = {prefix + name: t for name, t in c.items() if name.endswith(".weight")}
     weights = Weights(MemorySource(tensors), tensors, torch.float32, CPU)
-    mla = Mla(spec, SOLO, solo_groups(), OPS.attention, weights, prefix)
+    mla = Mla(spec, SOLO, solo_groups(), OPS, weights, prefix)
     weights.finish()
     layout = build_layout(spec, SOLO.mesh, 0, page_tokens=4, dtype="float32")
     storage = Storage(layout, 6, 1, CPU, fill_nan=True)
