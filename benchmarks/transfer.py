@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 DEADLINE_S = 60.0
 IN_FLIGHT = 4  # handles, as `transfer.handles_in_flight`
 ROUNDS = 5
+SENT, RECEIVED = 1, 2  # seeds of the pools
 LATENT_ROW = 576 * 2
 PAGE = 64 * LATENT_ROW
 
@@ -54,8 +55,8 @@ class Case:
 CASES = (
     Case("pages, 24 layers together, random order", 24 * PAGE, 64, in_runs=False, bar=240),
     Case("pages, 24 layers together, in runs", 24 * PAGE, 64, in_runs=True, bar=350),
-    Case("pages, layer by layer, random order", PAGE, 1536, in_runs=False, bar=0),
     Case("states, 69 layers of 12 heads", 69 * 12 * 128 * 128 * 4, 4, in_runs=True, bar=350),
+    Case("pages, layer by layer, random order", PAGE, 1536, in_runs=False, bar=0),
 )
 
 
@@ -70,13 +71,20 @@ def handles(case: Case, n: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndar
         yield source[chosen].astype(np.int32), target[chosen].astype(np.int32)
 
 
-def pool_of(gpu: int, n_bytes: int, agent: NixlAgent) -> tuple[Tensor, Region]:
+def random_words(gpu: int, n_bytes: int, seed: int) -> Tensor:
+    """The same on every GPU of a kind."""
+    generator = torch.Generator(f"cuda:{gpu}").manual_seed(seed)
+    make = {"dtype": torch.int64, "device": f"cuda:{gpu}"}
+    words = torch.randint(1 << 62, (n_bytes // 8,), generator=generator, **make)
+    torch.cuda.synchronize(gpu)
+    return words
+
+
+def pool_of(gpu: int, n_bytes: int, seed: int, agent: NixlAgent) -> tuple[Tensor, Region]:
     """Random bytes on a GPU, registered as one pool."""
     torch.cuda.set_device(gpu)
-    n_words = n_bytes // 8
-    words = torch.randint(1 << 62, (n_words,), dtype=torch.int64, device=f"cuda:{gpu}")
-    torch.cuda.synchronize()
-    region = Region("pool", words.data_ptr(), gpu, "VRAM", 8, n_words)
+    words = random_words(gpu, n_bytes, seed)
+    region = Region("pool", words.data_ptr(), gpu, "VRAM", 8, words.numel())
     agent.register([region])
     return words, region
 
@@ -90,15 +98,16 @@ def stripes(region: Region, piece: int) -> Stripes:
 def receive(n_bytes: int, gpu: int, pipe: Connection) -> None:
     """The other process: tells its pool and waits for records."""
     agent = NixlAgent("receiver")
-    words, region = pool_of(gpu, n_bytes, agent)
+    words, region = pool_of(gpu, n_bytes, RECEIVED, agent)
     pipe.send((agent.name, agent.metadata(), region))
     while True:
         order = pipe.recv()
         if order is None:
             agent.close()
             return
-        if order == "words":
-            pipe.send(words.cpu())
+        if isinstance(order, Case):
+            sent = random_words(gpu, n_bytes, SENT)
+            pipe.send(is_right(order, n_bytes // order.piece, sent, words))
             continue
         seen, end = 0, time.monotonic() + DEADLINE_S
         while seen < order:
@@ -132,12 +141,13 @@ def write_all(
     return time.perf_counter() - started
 
 
-def is_right(case: Case, n: int, seed: int, source: Tensor, target: Tensor) -> bool:
-    """Whether every piece lies where it was sent to."""
+def is_right(case: Case, n: int, source: Tensor, target: Tensor) -> bool:
+    """Whether every piece lies where the last round sent it."""
     words = case.piece // 8
     a, b = source[: n * words].view(n, words), target[: n * words].view(n, words)
-    for from_, to in handles(case, n, seed):
-        if not torch.equal(a[torch.from_numpy(from_).long()], b[torch.from_numpy(to).long()]):
+    for indices in handles(case, n, ROUNDS):
+        from_, to = (torch.from_numpy(i).long().to(a.device) for i in indices)
+        if not torch.equal(a[from_], b[to]):
             return False
     return True
 
@@ -165,18 +175,18 @@ def measure(n_bytes: int, gpus: tuple[int, int]) -> list[str]:
     process = context.Process(target=receive, args=(n_bytes, gpus[1], far), daemon=True)
     process.start()
     agent = NixlAgent("sender")
-    words, region = pool_of(gpus[0], n_bytes, agent)
+    _words, region = pool_of(gpus[0], n_bytes, SENT, agent)
     if not pipe.poll(DEADLINE_S):
         raise SystemExit(f"the receiver did not start in {DEADLINE_S:g} s")
     name, metadata, target = pipe.recv()
     agent.connect(name, metadata)
-    sent, rows = words.cpu(), list[str]()
+    rows: list[str] = []
     for case in CASES:
         source_stripes, target_stripes = stripes(region, case.piece), stripes(target, case.piece)
         lists, n = agent.prepare(name, source_stripes, target_stripes), source_stripes.count
         spans = [write_all(agent, lists, case, n, seed, pipe) for seed in range(1 + ROUNDS)][1:]
-        pipe.send("words")
-        ok = is_right(case, n, ROUNDS, sent, pipe.recv())
+        pipe.send(case)
+        ok = pipe.recv()
         rate = n * case.piece / statistics.median(spans) / 1e9
         bar = f"{case.bar:g}" if case.bar else ""
         row = (case.name, str(n), str(case.piece), f"{rate:.1f}", bar, "yes" if ok else "NO")
@@ -192,7 +202,7 @@ def measure(n_bytes: int, gpus: tuple[int, int]) -> list[str]:
 def main() -> None:
     """Measure, print, write; exit status 1 when bytes are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gib", type=float, default=4.0, help="of each pool")
+    parser.add_argument("--gib", type=float, default=8.0, help="of each pool")
     parser.add_argument(
         "--gpus", default="0,1", help="sender and receiver; twice the same is allowed"
     )
