@@ -55,6 +55,10 @@ class Deployment(deployment.Deployment):
             return None
         return assembly.prompt_scheduler(self.config, n_dummies=self.N_DUMMIES, on_event=on_event)
 
+    def warnings(self) -> list[str]:
+        """What works, but not as well as it could."""
+        return assembly.held_up(self.config) if computes_prompts(self.config) else []
+
     def _memory(self, prompts: PrefillScheduler | None) -> Memory:
         config = self.config
         if prompts is not None and config.role == "both":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from decode_svc import wire
@@ -16,6 +17,8 @@ from k3.rpc.client import ChannelPool
 from k3.rpc.ops import Answer, problem
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import decode_pb2, plan_pb2
+
+log = logging.getLogger("k3.decode")
 
 
 class DecodeEngine(GroupEngine[Incarnation]):
@@ -76,6 +79,8 @@ class DecodeEngine(GroupEngine[Incarnation]):
     def _new_life(
         self, instance_id: str, movers: list[plan_pb2.MoverReady], ranks: Ranks
     ) -> Incarnation:
+        for warning in self._decode.warnings():
+            log.warning(warning)
         return Incarnation(
             self._decode,
             instance_id,
