@@ -28,7 +28,7 @@ def reasons_not_ready(serving: Serving) -> list[dict[str, str]]:
     if serving.lifecycle.is_draining:
         reasons.append({"code": "draining", "detail": "the router is on its way out"})
     live = serving.registry.live_decode()
-    for role in Role if live is None else ():
+    for role in (Role.DECODE, Role.PREFILL) if live is None else ():
         if not serving.registry.usable(role):
             known = [
                 f"{instance.address} is {instance.state.value}"
