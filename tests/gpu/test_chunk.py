@@ -55,16 +55,19 @@ def test_chunks_of_several_requests_equal_the_reference(
     assert_close(got, expected, atol, "attention")
 
 
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "any gate"])
 @pytest.mark.parametrize("tokens, heads, dim", [(1, 2, 128), (333, 5, 128), (70, 3, 32)])
-def test_the_delta_rule_of_a_chunk_equals_the_reference(tokens: int, heads: int, dim: int) -> None:
+def test_the_delta_rule_of_a_chunk_equals_the_reference(
+    tokens: int, heads: int, dim: int, bound: float | None
+) -> None:
     torch.manual_seed(tokens)
     joint = draw(tokens, heads, 3, dim)
     joint[:, :, :2] = kda_reference.l2_normalize(joint[:, :, :2], 1e-6)
-    g = -5 * torch.rand(tokens, heads, dim, device="cuda")
+    g = -5 * torch.rand(tokens, heads, dim, device="cuda").sqrt()
     beta = torch.rand(tokens, heads, device="cuda")
     q, k, v = joint.unbind(2)
     first = draw(heads, dim, dim)
-    o, state = kda_chunk.delta(q, k, v, g, beta, first)
+    o, state = kda_chunk.delta(q, k, v, g, beta, first, lower_bound=bound)
     expected, expected_state = kda_reference.chunk(
         q.double(), k.double(), v.double(), g.double(), beta.double(), first.double()
     )

@@ -7,8 +7,9 @@ With G_i the running log decay within a block and S the state before it (letters
     S <- S diag(exp(G_last)) + U (exp(G_last - G) K)
 
 `_prepare` computes all that does not need the state, one program for a head's block: grown keys and queries, keys
-decayed to the end of the block, and the matrix that turns V - S (exp(G) K) into U and A U. Only exponents <= 0 are
-taken, so any gate will do. `_scan` keeps some value rows of a head's state in registers and goes through the blocks.
+decayed to the end of the block, and the matrix that turns V - S (exp(G) K) into U and A U. Where the gate is bounded
+exp(G_i - G_j) is taken apart at the middle of the block, so that M and A are matrix products; where it is not, only
+exponents <= 0 are taken, one by one. `_scan` keeps some value rows of a head's state in registers and goes through the blocks.
 As in `kda_verify` key and query of a token are neighbours, rows 2i and 2i + 1 of one tile.
 Products are three of tf32, as in `kda_verify`: float32 up to the last bits.
 """
@@ -25,19 +26,24 @@ from torch import Tensor
 from k3_kernels.triton.kda_verify import _product as product
 
 BLOCK = 16  # tokens
-CHANNELS = 16  # of a block's pairs at once: 16 x 16 x 16 exponentials
+MILDEST = (
+    -7.5
+)  # of a log decay: over half a block its exponentials and their products stay normal float32
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Value rows of a program of `_scan`, blocks under way, warps."""
+    """`_scan`: value rows of a program, blocks under way, warps. `_prepare`: channels at once and warps, gate bounded."""
 
     rows: int
     stages: int
     warps: int
+    channels: int
+    prepare_warps: int
 
 
-TUNED = Tuning(16, 3, 4)  # the best of eight on an H200
+TUNED = Tuning(16, 3, 4, 32, 1)  # the best of fourteen on an H200
+PLAIN = (16, 4)  # channels at once and warps of `_prepare`, any gate: 16 x 16 x 16 exponentials
 
 
 @triton.jit
@@ -56,6 +62,7 @@ def _prepare(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
+    FACTORED: tl.constexpr,
     FLOATS: tl.constexpr,
 ):
     block, head = tl.program_id(0), tl.program_id(1)
@@ -70,24 +77,30 @@ def _prepare(
     for start in tl.range(0, D, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)[None, :]
         mask = live[:, None] & (channel < D)
-        q = tl.load(
-            q_ptr + (token * q_token + head * q_head)[:, None] + channel, mask=mask, other=0.0
-        )
-        k = tl.load(
-            k_ptr + (token * k_token + head * k_head)[:, None] + channel, mask=mask, other=0.0
-        )
+        at = (token * q_token + head * q_head)[:, None] + channel
+        q = tl.load(q_ptr + at, mask=mask, other=0.0)
+        at = (token * k_token + head * k_head)[:, None] + channel
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
         g = tl.load(g_ptr + ((token * heads + head) * D)[:, None] + channel, mask=mask, other=0.0)
         total = tl.cumsum(g, 0)
         last = tl.sum(g, 0)[None, :]
-        since = tl.exp(tl.minimum(total[:, None, :] - total[None, :, :], 0.0))
-        key = k[None, :, :] * since
-        pairs_k += tl.sum(k[:, None, :] * key, 2)
-        pairs_q += tl.sum(q[:, None, :] * key, 2)
-        growth = tl.exp(total)
+        if FACTORED:
+            middle = tl.sum(tl.where((place < BLOCK // 2)[:, None], g, 0.0), 0)[None, :]
+            rise, fall = tl.exp(total - middle), tl.exp(middle - total)
+            fallen = tl.trans(k * fall)
+            pairs_k += product(k * rise, fallen)
+            pairs_q += product(q * rise, fallen)
+            growth, rest = rise * tl.exp(middle), fall * tl.exp(last - middle)
+        else:
+            since = tl.exp(tl.minimum(total[:, None, :] - total[None, :, :], 0.0))
+            key = k[None, :, :] * since
+            pairs_k += tl.sum(k[:, None, :] * key, 2)
+            pairs_q += tl.sum(q[:, None, :] * key, 2)
+            growth, rest = tl.exp(total), tl.exp(last - total)
         at = place[:, None] * D + channel
         tl.store(grown + place[:, None] * D + at, k * growth)
         tl.store(grown + (place + 1)[:, None] * D + at, q * growth)
-        tl.store(decayed + at, k * tl.exp(last - total))
+        tl.store(decayed + at, k * rest)
         tl.store(decay + channel, tl.exp(last))
     beta = tl.load(beta_ptr + token * heads + head, mask=live, other=0.0)
     i, j = place[:, None], place[None, :]
@@ -162,9 +175,14 @@ def delta(
     g_THD: Tensor,
     beta_TH: Tensor,
     state_HVK: Tensor,
+    *,
+    lower_bound: float | None = None,
     tuning: Tuning = TUNED,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.kda.chunk` in float32: o [T, H, D] and the final state, a new tensor. D is a power of two from 16."""
+    """`reference.kda.chunk` in float32: o [T, H, D] and the final state, a new tensor. D is a power of two from 16.
+
+    lower_bound: of g, if it has one.
+    """
     n_tokens, heads, dim = q_THD.shape
     # the convolution leaves tokens next to each other, not channels
     q_THD, k_THD, v_THD = (x.contiguous() for x in (q_THD, k_THD, v_THD))
@@ -179,6 +197,8 @@ def delta(
     o = torch.empty(n_tokens, heads, dim, **make)
     final = torch.empty(heads, dim, dim, **make)
     sizes = {"D": dim, "BLOCK": BLOCK, "FLOATS": _floats(dim)}
+    factored = lower_bound is not None and lower_bound >= MILDEST
+    channels, prepare_warps = (tuning.channels, tuning.prepare_warps) if factored else PLAIN
     _prepare[(blocks, heads)](
         q_THD,
         k_THD,
@@ -191,8 +211,9 @@ def delta(
         k_THD.stride(1),
         n_tokens,
         heads,
-        CHANNELS=CHANNELS,
-        num_warps=4,
+        CHANNELS=min(channels, dim),
+        FACTORED=factored,
+        num_warps=prepare_warps,
         **sizes,
     )
     rows = min(tuning.rows, dim)

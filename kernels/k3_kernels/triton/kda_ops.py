@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from k3_kernels.api import BackendError
-from k3_kernels.reference.group import GroupCache, GroupRule, chunks
+from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule, chunks
 from k3_kernels.triton import kda_chunk, kda_decode, kda_verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,7 +19,18 @@ LARGEST_GROUP = 16
 class TritonKda:
     """`KdaOps`. A group of one token without records is decoded in place; others keep records (replay)."""
 
-    chunks = staticmethod(partial(chunks, delta=kda_chunk.delta))
+    def chunks(
+        self,
+        u_THSD: Tensor,
+        raw_THD: Tensor,
+        beta_TH: Tensor,
+        rule: GroupRule,
+        cache: GroupCache,
+        spans: Sequence[ChunkSpan],
+    ) -> Tensor:
+        """`reference.group.chunks`, o in float32."""
+        delta = partial(kda_chunk.delta, lower_bound=rule.lower_bound)
+        return chunks(u_THSD, raw_THD, beta_TH, rule, cache, spans, delta)
 
     def require(self, head_dim: int, conv_width: int, dtype: torch.dtype) -> None:
         """Heads of 16, 32, 64 .. channels, a convolution of at least two taps, no float64."""

@@ -20,11 +20,18 @@ def nan_in_new_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, heads, dim, slowest",
-    [(1, 1, 16, -0.1), (16, 2, 32, -1.0), (35, 2, 16, -80.0)],
-    ids=["one token", "one block", "the state is forgotten at once"],
+    "tokens, heads, dim, lowest, bounded",
+    [
+        (1, 1, 16, -0.1, False),
+        (16, 2, 32, -5.5, True),
+        (35, 2, 64, -5.0, True),
+        (35, 2, 16, -80.0, False),
+    ],
+    ids=["one token", "the lowest bound", "bounded", "the state is forgotten at once"],
 )
-def test_a_chunk_equals_the_recurrence(tokens: int, heads: int, dim: int, slowest: float) -> None:
+def test_a_chunk_equals_the_recurrence(
+    tokens: int, heads: int, dim: int, lowest: float, bounded: bool
+) -> None:
     generator = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:
@@ -33,10 +40,12 @@ def test_a_chunk_equals_the_recurrence(tokens: int, heads: int, dim: int, slowes
     joint = draw(tokens, heads, 3, dim)  # q, k and v are views of one convolution's output
     joint[:, :, :2] = reference.l2_normalize(joint[:, :, :2], 1e-6)
     q, k, v = joint.unbind(2)
-    g = slowest * torch.rand(tokens, heads, dim, generator=generator)
+    g = lowest * torch.rand(tokens, heads, dim, generator=generator)
+    g[tokens // 3 : tokens // 3 + 9] = lowest
     beta, state = torch.sigmoid(draw(tokens, heads)), draw(heads, dim, dim)
     before = state.clone()
-    o, final = kda_chunk.delta(q, k, v, g, beta, state)
+    bound = lowest if bounded else None
+    o, final = kda_chunk.delta(q, k, v, g, beta, state, lower_bound=bound)
     exact = (x.double() for x in (q, k, v, g, beta, state))
     expected, expected_final = reference.recurrent(*exact)
     assert_close(o, expected, 2e-5, "output")
