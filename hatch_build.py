@@ -86,13 +86,14 @@ def write_service_types(package: Path, protoc_args: list[str], files: list[Path]
 
 
 def build_native(root: Path = ROOT) -> list[Path]:
-    """Compile the library of `kernels/k3_kernels/cpu`; nothing, and one line on stderr, without a compiler."""
+    """Compile the library of `kernels/k3_kernels/cpu`; where that fails leave none, and one line on stderr."""
     sys.path.insert(0, str(root / "kernels"))
-    from k3_kernels.cpu.build import BuildError, build
+    from k3_kernels.cpu.build import BuildError, build, remove
 
     try:
         return build()
     except BuildError as error:
+        remove()
         sys.stderr.write(f"no native CPU library, torch computes instead: {error}\n")
         return []
 

@@ -17,6 +17,7 @@ find_python() {
 }
 
 packages="$(digest pyproject.toml constraints.txt)"
+has_library() { compgen -G 'kernels/k3_kernels/cpu/lib/*.so' > /dev/null; }
 stubs="$(digest hatch_build.py proto/k3/v1/*.proto kernels/k3_kernels/cpu/build.py kernels/k3_kernels/cpu/src/*)"
 
 if ! [ -x "$PY" ] || ! is_current packages "$packages"; then
@@ -29,7 +30,7 @@ if ! [ -x "$PY" ] || ! is_current packages "$packages"; then
   "$PY" -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
   echo "$packages" > "$VENV/.packages"
   echo "$stubs" > "$VENV/.stubs"
-elif ! is_current stubs "$stubs" || ! [ -f k3/v1/plan_pb2.py ]; then
+elif ! is_current stubs "$stubs" || ! [ -f k3/v1/plan_pb2.py ] || ! has_library; then
   "$PY" hatch_build.py > /dev/null
   echo "$stubs" > "$VENV/.stubs"
 fi

@@ -43,9 +43,15 @@ def path(variant: str) -> Path:
     return LIB / f"libk3cpu.{variant}.so"
 
 
+def remove() -> None:
+    """Remove what was built, so that nobody loads a library of other sources. Running processes keep theirs."""
+    for file in LIB.glob("*.so"):
+        file.unlink(missing_ok=True)
+
+
 def build() -> list[Path]:
     """Compile all variants, then put them in place. Raises BuildError and leaves what was there."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
     if shutil.which(compiler[0]) is None:
         raise BuildError(f"no C++ compiler {compiler[0]!r}: install g++ or clang++, or set CXX")
     sources = sorted((HERE / "src").glob("*.cpp"))

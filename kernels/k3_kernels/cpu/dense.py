@@ -61,9 +61,10 @@ class NativeProjection:
         self._linear = pair("k3_linear")[weight_OI.dtype]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """In the weight's dtype."""
+        """In the weight's dtype. Raises RuntimeError, as torch does, for an x of another dtype or width."""
         n_tokens = x.numel() // self._inputs
-        if n_tokens > FEW_TOKENS:
+        is_ours = x.dtype == self._weight.dtype and x.shape[-1] == self._inputs
+        if n_tokens > FEW_TOKENS or not is_ours:
             return linear(x, self._weight)
         y = x.new_empty(*x.shape[:-1], self._outputs)
         x, stride = as_rows(x)

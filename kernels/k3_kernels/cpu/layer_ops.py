@@ -93,6 +93,7 @@ class NativeMlaBlock(_Block):
         x, stride = as_rows(x_TD)
         y, cache = x.new_empty(x.shape), cache_PTK
         assert cache.stride(2) == 1, f"cache: strides {cache.stride()}"
+        assert cache.dtype == x.dtype, f"cache {cache.dtype}, inputs {x.dtype}"
         self._call(
             *(self._address, x.data_ptr(), stride),
             *(cache.data_ptr(), cache.stride(0), cache.stride(1), slot_T.data_ptr()),

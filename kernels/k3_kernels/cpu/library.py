@@ -37,9 +37,10 @@ SIGNATURES = {
     "k3_situ": "pipiidd",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+_V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # as /proc/cpuinfo spells them
 _NEEDS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "x86-64-v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": _V3,
 }
 
 
@@ -73,7 +74,12 @@ def is_built() -> bool:
 @cache
 def function(name: str) -> Callable[..., None]:
     """One exported function, `k3_rms_norm_f32` for instance, typed. Raises LibraryError."""
-    call = getattr(_open(), name)
+    try:
+        call = getattr(_open(), name)
+    except AttributeError as error:
+        raise LibraryError(
+            f"the native library has no {name}: it is older than its source; {REMEDY}"
+        ) from error
     call.restype = None
     call.argtypes = [_TYPES[letter] for letter in SIGNATURES[name.rpartition("_")[0]]]
     return call
@@ -84,10 +90,17 @@ def _open() -> ctypes.CDLL:
     name = variant()
     if name is None:
         raise LibraryError("this CPU has no AVX2: the native library does not run here")
-    file = build.path(name)
+    return load(build.path(name))
+
+
+def load(file: Path) -> ctypes.CDLL:
+    """A library whose functions have this source's signatures. Raises LibraryError."""
     if not file.exists():
         raise LibraryError(f"{file} is missing; {REMEDY}")
-    library = ctypes.CDLL(str(file))
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:  # built for another system
+        raise LibraryError(f"{file} does not load: {error}; {REMEDY}") from error
     found = library.k3_abi()
     if found != ABI:
         raise LibraryError(f"{file} has ABI {found}, expected {ABI}; {REMEDY}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from k3_kernels.api import BackendError, Backends, select
@@ -38,6 +40,29 @@ def test_mixing_equals_the_reference(
 def test_native_is_refused_where_it_cannot_run() -> None:
     with pytest.raises(BackendError, match="runs on CPUs"):
         select(Backends(kda="native"), torch.device("meta"))
+
+
+def test_a_library_without_a_function_of_this_source_is_refused_with_the_remedy() -> None:
+    with pytest.raises(library.LibraryError, match=r"no k3_later_f32: .*build it"):
+        library.function("k3_later_f32")
+
+
+def test_a_library_that_is_missing_or_of_another_system_is_refused_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "libk3cpu.so"
+    with pytest.raises(library.LibraryError, match=r"is missing; build it"):
+        library.load(file)
+    file.write_bytes(b"of another system")
+    with pytest.raises(library.LibraryError, match=r"does not load: .*build it"):
+        library.load(file)
+
+
+def test_a_projection_of_another_dtype_or_width_is_refused_as_by_torch() -> None:
+    project = NativeDense().projection(draw(5, 8, dtype=torch.float32))
+    for x in (draw(3, 8, dtype=torch.float64), draw(4, 6, dtype=torch.float32)):
+        with pytest.raises(RuntimeError):
+            project(x)
 
 
 @pytest.mark.parametrize("dtype, tolerance", DTYPES)
