@@ -1,4 +1,7 @@
-"""KDA kernels compile for Hopper without a GPU, in their own process: the interpreter accepts more than a compiler."""
+"""KDA and expert kernels compile for Hopper without a GPU, in their own process.
+
+The interpreter accepts more than a compiler, and it never comes to what is only done for bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from k3_kernels.triton import kda_decode, kda_verify
+from k3_kernels.triton import kda_chunk, kda_decode, kda_verify, mla_prefill, moe, route
 
 TYPES = dict.fromkeys(["u_ptr", "raw_ptr", "beta_ptr", "windows_ptr", "tails_ptr"], "*bf16")
 TYPES |= dict.fromkeys(["slots_ptr", "read_column_ptr"], "*i64")
-TYPES |= dict.fromkeys(["lower_bound", "eps", "scale"], "fp32")
+TYPES |= dict.fromkeys(["lower_bound", "eps", "scale", "beta", "linear_beta"], "fp32")
+TYPES |= dict.fromkeys(["x_ptr", "z_ptr", "active_ptr", "y_ptr", "kv_ptr", "shared_ptr"], "*bf16")
+TYPES |= dict.fromkeys(["w13_ptr", "w2_ptr", "counts_ptr", "pairs_ptr"], "*i32") | {"scale_ptr": "*u8"}
 
 
 def build(kernel, warps, **constants):
@@ -36,6 +41,15 @@ gate = {"W": 4, "BOUNDED": True}
 build(kda_decode._decode, 4, D=64, ROWS=16, STAGES=3, **gate)
 build(kda_verify._apply, 4, ROWS=64, STAGES=2, **sizes)
 build(kda_verify._prepare, 1, TAIL=1, FACTORED=True, **gate, **sizes)
+chunk = {"D": 32, "BLOCK": 16, "FLOATS": kda_chunk._floats(32)}
+build(kda_chunk._prepare, 1, CHANNELS=32, FACTORED=True, **chunk)
+build(kda_chunk._scan, 4, ROWS=16, STAGES=2, **chunk)
+tile = {"E": 4, "ROWS": 64, "TOKENS": 16, "WIDTH": 128, "PACKED": True, "EVEN": True, "STAGES": 2}
+build(moe._inner, 4, CLIPPED=True, **tile)
+build(route._logits, 4, TOKENS=16, EXPERTS=64, WIDTH=32, STAGES=2)
+heads = {"N": 32, "R": 16, "V": 32, "BLOCK_N": 32, "BLOCK_R": 16, "BLOCK_V": 32}
+TYPES["q_ptr"] = "*bf16"
+build(mla_prefill._attend, 4, TOKENS=64, KEYS=32, STAGES=2, **heads)
 """
 
 
