@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--host", default="127.0.0.1", help="address of the API")
     p.add_argument("--port", type=int, default=8000, help="port of the API; 0 = any free one")
-    p.add_argument("--prefills", type=int, default=1, help="prefill instances")
+    p.add_argument("--prefills", type=int, help="prefill instances (1)")
     p.add_argument(
         "--role",
         choices=("decode", "both"),
@@ -227,6 +227,11 @@ def demo(options: Options, deadline_s: float, on_line: OnLine | None) -> None:
 def options_of(args: argparse.Namespace, rest: Sequence[str]) -> Options:
     """What to start. ConfigError for words that are no flags."""
     is_alone = args.role == "both"
+    n_prefills: int = args.prefills if args.prefills is not None else 0 if is_alone else 1
+    if is_alone and n_prefills:
+        raise ConfigError(
+            f"--prefills {n_prefills} with --role both: no prefill is started; leave it out"
+        )
     flags = split_flags(rest, is_alone)
     if args.preset and has_own_drafter(flags):
         flags["prefill"][:0] = ["--drafter", DRAFTER]
@@ -234,7 +239,7 @@ def options_of(args: argparse.Namespace, rest: Sequence[str]) -> Options:
     return Options(
         host=args.host,
         port=0 if args.demo else args.port,
-        n_prefills=0 if is_alone else args.prefills,
+        n_prefills=n_prefills,
         n_decodes=args.decodes,
         preset=args.preset,
         router_flags=tuple(flags["router"]),

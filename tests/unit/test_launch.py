@@ -52,6 +52,9 @@ def test_with_role_both_decode_takes_what_is_prefills_and_no_prefill_is_started(
     assert options.prefill_flags == ()
     with pytest.raises(ConfigError, match="no prefill is started"):
         split_flags(["--prefill-pp", "2"], is_alone=True)
+    args, rest = parser().parse_known_args(["--role", "both", "--prefills", "2"])
+    with pytest.raises(ConfigError, match="--prefills 2 with --role both"):
+        options_of(args, rest)
 
 
 def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
