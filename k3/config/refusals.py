@@ -196,7 +196,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "CHUNK_COSTS",
-        COMPUTES,
+        ENGINES,
         ("schedule.chunk_costs",),
         "schedule.chunk_costs is not four numbers from 0, the last two not both 0",
         "the length of a chunk is computed from them",

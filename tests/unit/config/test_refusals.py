@@ -15,6 +15,8 @@ from k3.config.resolve import EMBEDDED_MODEL
 from k3.config.stages import mesh_of
 from k3.model.digest import model_digest
 
+pytestmark = [pytest.mark.helix, pytest.mark.dspark, pytest.mark.prefill]
+
 DOCS = Path(__file__).parents[3] / "docs"
 DRAFTING = {"spec.draft_tokens": "7", "spec.drafter": "draft-mla"}
 ENGINE_CASES = [
@@ -74,6 +76,7 @@ ENGINE_CASES = [
     ("CHUNK_COSTS", "prefill", {"schedule.chunk_costs": "1,2,3"}),
     ("CHUNK_COSTS", "prefill", {"schedule.chunk_costs": "1,2,0,0"}),
     ("CHUNK_COSTS", "prefill", {"schedule.chunk_costs": "1,2,nan,3"}),
+    ("CHUNK_COSTS", "decode", {"schedule.chunk_costs": "1", "schedule.local_prefill_max": "64"}),
     ("FENCE_CLOCKS", "decode", {"transfer.lease_s": "25s"}),
     ("HEARTBEAT_CLOCK", "prefill", {"transfer.heartbeat_s": "8s"}),
     ("PROGRESS_CLOCK", "decode", {"transfer.progress_timeout_s": "9s"}),
