@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from k3.device import Event
+from k3.device import Event, uploaded
 from k3.model.draft_ring import DraftRing
 from k3.parallel.relay import Relay
 from k3.rank.context import RankContext
@@ -84,6 +84,6 @@ class ChunkSteps:
             if not row.draft_valid:
                 continue
             oldest, end = max(0, row.base - ring.window) // p, -(-row.base // p)
-            source = torch.tensor(row.pages[oldest:end], device=pages.device)
+            source = uploaded(torch.tensor(row.pages[oldest:end]), pages.device)
             places = torch.arange(oldest, end, device=pages.device) % q + row.draft_slot * q
             ring.pool[places] = pages[source]
