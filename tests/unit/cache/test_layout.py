@@ -35,6 +35,7 @@ def test_state_is_split_over_all_ranks_and_pages_are_not(ranks):
     assert part.page_bytes == layout(K3).page_bytes
 
 
+@pytest.mark.prefill
 def test_stages_together_hold_every_layer_once():
     mesh = Mesh(pp=4)
     parts = [layout(K3, mesh, stage) for stage in range(4)]
@@ -52,6 +53,7 @@ def test_a_stage_without_a_kind_of_layer_has_no_such_field():
     assert parts[0].pages_for(1, 1) > 10**6, "such a stage never limits the number of pages"
 
 
+@pytest.mark.dspark
 def test_snapshots_cost_one_recurrent_state_per_column_but_one_window():
     plain, snapshots = layout(MINI), layout(MINI, columns=8)
     kda = plain.field("kda").unit_bytes
@@ -60,6 +62,7 @@ def test_snapshots_cost_one_recurrent_state_per_column_but_one_window():
 
 
 @pytest.mark.parametrize("ranks", [1, 16])
+@pytest.mark.dspark
 def test_replay_of_real_k3_costs_records_instead_of_states(ranks):
     mesh = Mesh(cp=ranks)
     plain = layout(K3, mesh).slot_bytes
@@ -72,6 +75,7 @@ def test_replay_of_real_k3_costs_records_instead_of_states(ranks):
     assert replay.field("kda").columns == 1
 
 
+@pytest.mark.dspark
 def test_a_slot_keeps_states_or_records_but_not_both():
     with pytest.raises(ConfigError, match="columns=2 with records=2"):
         layout(MINI, columns=2, records=2)

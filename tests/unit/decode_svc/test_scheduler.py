@@ -11,6 +11,8 @@ from k3.cache.slots import SlotPool
 from k3.errors import QueueFull, RequestRejected
 from k3.types import FinishReason, RequestId, SamplingParams, StopParams, TokenEvent
 
+pytestmark = pytest.mark.dspark
+
 
 def scheduler(
     *, pages: int = 20, rows: int = 2, queue: int = 2, depth: int = 2, drafts: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,8 @@ from k3_kernels.reference import kda, replay
 from torch import Tensor
 
 from tests.compare import assert_close
+
+pytestmark = pytest.mark.dspark
 
 NAN = float("nan")
 HEADS, DIM, SLOTS = 2, 5, 4

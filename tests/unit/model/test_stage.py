@@ -78,6 +78,7 @@ def test_a_decode_batch_gives_what_each_row_gives_alone(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("group", "form"), [*((g, "columns") for g in range(1, 9)), (1, "records"), (7, "records")]
 )
+@pytest.mark.dspark
 def test_verify_groups_equal_sequential_decoding_whatever_is_accepted(
     stage: Stage, group: int, form: str
 ) -> None:
@@ -104,6 +105,7 @@ def test_verify_groups_equal_sequential_decoding_whatever_is_accepted(
 
 
 @pytest.mark.parametrize("form", ["columns", "records"])
+@pytest.mark.dspark
 def test_closing_the_drafts_keeps_the_same_state_form(stage: Stage, form: str) -> None:
     """Steps of a wide group with padding after the anchor equal plain decoding."""
     ids = _ids(20, 3)
@@ -131,6 +133,7 @@ def test_closing_the_drafts_keeps_the_same_state_form(stage: Stage, form: str) -
 
 
 @pytest.mark.parametrize("form", ["columns", "records"])
+@pytest.mark.dspark
 def test_rejected_drafts_are_out_of_reach(stage: Stage, form: str) -> None:
     """Whatever a rejected draft left in pages, states, records and windows may be NaN: nothing changes."""
     ids = _ids(16, 11)
@@ -163,6 +166,7 @@ def _poison_rejected(pools: Pools, accepted: int) -> None:
         pools.caches.tails[layer][request.slot][..., accepted:, :] = nan
 
 
+@pytest.mark.prefill
 def test_forking_from_a_read_slot_leaves_it_untouched(stage: Stage) -> None:
     ids = _ids(24, 5)
     pools = Pools(stage, 2, 24)
@@ -190,6 +194,7 @@ def test_forking_from_a_read_slot_leaves_it_untouched(stage: Stage) -> None:
 
 @pytest.mark.parametrize("tap_stream", ["prefix", "mixture"])
 @pytest.mark.parametrize("pp", [2, 3, 9])
+@pytest.mark.prefill
 def test_split_model_is_bitwise_equal_to_the_whole_one(pp: int, tap_stream: str) -> None:
     taps = (8, -1, 2, 4, 7)
     whole = solo_stage(NANO, "float32", taps=taps, tap_stream=tap_stream)
@@ -218,6 +223,7 @@ def test_split_model_is_bitwise_equal_to_the_whole_one(pp: int, tap_stream: str)
     assert torch.equal(stage.hidden(frame), whole.hidden(expected.frame))
 
 
+@pytest.mark.prefill
 def test_mixture_tap_is_what_the_next_layer_reads() -> None:
     ids = _ids(5, 2)
     stage = solo_stage(NANO, "float64", taps=(2, 8), tap_stream="mixture")

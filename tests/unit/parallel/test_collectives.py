@@ -71,6 +71,7 @@ def test_every_operation_over_gloo() -> None:
     assert second == {**common, **own}
 
 
+@pytest.mark.prefill
 def test_two_stages_over_gloo_equal_one() -> None:
     *_, rows = _run("pipeline", Mesh(pp=2))
     pools = Pools(solo_stage(NANO, "float64"), 1, 16)

@@ -18,6 +18,8 @@ from k3.types import LogprobParams, SamplingParams, StopParams, TokenEvent
 from k3.v1 import plan_pb2
 from tests.model_runner import Pools, solo_stage
 
+pytestmark = pytest.mark.dspark
+
 NANO = Path(__file__).parents[3] / "golden" / "k3"
 P = 4
 MAX_TOKENS = 48
