@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import Structure, addressof, byref
+from operator import is_not
 
 from torch import Tensor
 
@@ -55,6 +56,8 @@ class NativeKdaBlock(_Block):
             *(rule.lower_bound or 0.0, rule.eps, layer.eps),
         )
         super().__init__("k3_kda_block", structure, layer, rule.bias_HD)
+        self._seen: tuple[Tensor | None, ...] = ()  # pools of the last call
+        self._pools = blocks.KdaPools()
 
     def __call__(
         self, x_TD: Tensor, group: int, cache: GroupCache, slots_B: Tensor, read_column_B: Tensor
@@ -62,12 +65,17 @@ class NativeKdaBlock(_Block):
         """[T, D]."""
         x, stride = as_rows(x_TD)
         y = x.new_empty(x.shape)
-        pools = blocks.KdaPools.of(cache)
+        self._look_at(cache)
         self._call(
             *(self._address, x.data_ptr(), stride, slots_B.data_ptr(), read_column_B.data_ptr()),
-            *(byref(pools), x.shape[0] // group, group, y.data_ptr()),
+            *(byref(self._pools), x.shape[0] // group, group, y.data_ptr()),
         )
         return y
+
+    def _look_at(self, cache: GroupCache) -> None:
+        pools = (cache.states, cache.windows, cache.tails, cache.records)
+        if not self._seen or any(map(is_not, self._seen, pools)):
+            self._pools, self._seen = blocks.KdaPools.of(cache), pools
 
 
 class NativeMlaBlock(_Block):
