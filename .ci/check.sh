@@ -10,6 +10,13 @@ check() {
   "$@" || failed+=("$name")
 }
 
+# Where it can be built it must be, or every test of it would be skipped.
+native() {
+  ! command -v "${CXX:-c++}" > /dev/null ||
+    "$PY" -c 'from k3_kernels.cpu import library as it; it.variant() is None or it.function("k3_rms_norm_f32")'
+}
+
+check "native library" native
 check "format" ruff format --check .
 check "lint" ruff check .
 check "types" pyright

@@ -16,6 +16,7 @@ import os
 import signal
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -122,6 +123,7 @@ def _serve(
     groups = collectives.join(place, host, int(port or 0), device.collective_backend, JOIN_S)
     kernels = config.backends
     ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)
+    log.info("kernels chosen", extra=asdict(ops.chosen))
     stage = open_stage(
         Path(config.model.path),
         place,
