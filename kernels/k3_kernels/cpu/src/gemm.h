@@ -24,6 +24,9 @@ constexpr int TOKENS_AT_ONCE = 4, PANELS_AT_ONCE = 2;
 constexpr int TOKENS_AT_ONCE = 2, PANELS_AT_ONCE = 1;
 #endif
 
+// Bytes ahead that are asked for while one token meets its weights: reading them is all there is to do.
+constexpr i64 AHEAD = 2048;
+
 // Weights of inputs 2 j and 2 j + 1.
 template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j, Vec<T>& even, Vec<T>& odd) {
   if constexpr (NARROW) {
@@ -44,6 +47,7 @@ static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes
   const i64 pairs = inputs / 2;
   for (i64 j = 0; j < pairs; ++j)
     for (int p = 0; p < P; ++p) {
+      if constexpr (M == 1) __builtin_prefetch(w + p * panel_bytes + 64 * (NARROW ? j : 2 * j) + AHEAD);
       Vec<T> a, b;
       load_pair<T, NARROW>(w + p * panel_bytes, j, a, b);
       for (int m = 0; m < M; ++m) {
