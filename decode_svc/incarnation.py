@@ -318,8 +318,10 @@ class Incarnation:
         return _now() - self._last_result_at if self._steps.n_in_flight else 0.0
 
     def _log(self, caller: Caller) -> None:
-        """One line per request, at its end."""
+        """One line per request, at its end, and how long it queued."""
         request, now = caller.request, _now()
+        if request.wait_s is not None:
+            self._metrics.queue_s.observe(request.wait_s)
         first = caller.first_token_s
         n, drafts = len(request.outputs), request.drafts.total
         log.info(

@@ -112,6 +112,9 @@ class DecodeMetrics(EngineMetrics):
         d = self.declare
         self.running = d.gauge("k3_decode_running", "Requests admitted.")
         self.waiting = d.gauge("k3_decode_waiting", "Requests waiting for admission.")
+        self.queue_s = d.histogram(
+            "k3_decode_queue_wait_seconds", "From arrival to admission, told at the end.", LATENCY_S
+        )
         self.rows_used = d.gauge("k3_decode_rows_used", "Rows of the device tables held.")
         self.step_s = d.histogram(
             "k3_decode_step_seconds", "One step: receipt of the plan to its end.", STEP_S
