@@ -22,19 +22,34 @@ from k3.parallel.mesh import Shard
 
 
 class Rotation:
-    """Cosine and sine of absolute positions, and their application to the last axis."""
+    """What positions mean to queries and keys; `at` turns them into cosine and sine once for all layers."""
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
         self.is_interleaved = rope.is_interleaved
         self.amplitude = rope.amplitude
         self.frequencies = torch.tensor(rope.frequencies(), dtype=wide(dtype), device=device)
 
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [*positions, ..., dim], positions int64; axes between are heads."""
+    def at(self, positions: Tensor) -> Turn:
+        """positions: absolute, int64, any shape."""
         turn = positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies
-        turn = turn.view(*positions.shape, *[1] * (x.dim() - positions.dim() - 1), -1)
         cos, sin = turn.cos() * self.amplitude, turn.sin() * self.amplitude
-        y = x.to(turn.dtype)
+        return Turn(cos, sin, self.is_interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The rotation of the last axis at some positions. cos, sin: [*positions, dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [*positions, ..., dim]; axes between are heads."""
+        heads = [1] * (x.dim() - self.cos.dim())
+        shape = (*self.cos.shape[:-1], *heads, self.cos.shape[-1])
+        cos, sin = self.cos.view(shape), self.sin.view(shape)
+        y = x.to(cos.dtype)
         if self.is_interleaved:
             a, b = y[..., 0::2], y[..., 1::2]
             turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
@@ -54,11 +69,11 @@ class LatentRows:
         self.down = ops.projection(weights.take(f"{prefix}kv_a_proj_with_mqa.weight"))
         self.norm = weights.take(f"{prefix}kv_a_layernorm.weight")
 
-    def __call__(self, x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(self, x: Tensor, turn: Turn) -> Tensor:
         """x: [*positions, D] -> [*positions, W]."""
         z = self.down(x)
         latent = self.ops.rms_norm(z[..., : self.rank], self.norm, self.eps)
-        return torch.cat((latent, rotation(z[..., self.rank :], positions)), -1)
+        return torch.cat((latent, turn(z[..., self.rank :])), -1)
 
 
 class HeadRows:
@@ -78,11 +93,11 @@ class HeadRows:
         self.v = ops.projection(weights.take(f"{prefix}v_proj.weight", shard=shard))
         self.norm = weights.take(f"{prefix}k_norm.weight")
 
-    def __call__(self, x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(self, x: Tensor, turn: Turn) -> Tensor:
         """x: [*positions, D] -> [*positions, H, 2, dim]."""
         k = self.k(x).unflatten(-1, (-1, self.head_dim))
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        return torch.stack((rotation(self.ops.rms_norm(k, self.norm, self.eps), positions), v), -2)
+        return torch.stack((turn(self.ops.rms_norm(k, self.norm, self.eps)), v), -2)
 
 
 class LatentAttention:
@@ -111,16 +126,15 @@ class LatentAttention:
         self,
         x_BKD: Tensor,
         own_BKW: Tensor,
-        positions_BK: Tensor,
-        rotation: Rotation,
+        turn_BK: Turn,
         rows: LayerRows,
     ) -> Tensor:
         """own_BKW: the block's own rows. rows: the context."""
         q = self.q_b(self.ops.rms_norm(self.q_a(x_BKD), self.q_norm, self.eps))
         q_BKHE = q.unflatten(-1, (self.n_heads, -1))
-        plain, turned = q_BKHE.split((self.spec.nope_dim, self.spec.rope_dim), -1)
+        plain, rotary = q_BKHE.split((self.spec.nope_dim, self.spec.rope_dim), -1)
         absorbed = torch.einsum("bkhn,hnc->bkhc", plain, self.k_up_HNC)
-        q_BKHW = torch.cat((absorbed, rotation(turned, positions_BK)), -1)
+        q_BKHW = torch.cat((absorbed, turn_BK(rotary)), -1)
         keys_BMW = torch.cat((rows.values, own_BKW), 1)
         scores = q_BKHW.flatten(1, 2) @ keys_BMW.transpose(1, 2)
         weights = _softmax(scores * self.scale, rows.seen_BM)
@@ -147,12 +161,10 @@ class HeadAttention:
         self.norm = weights.take(f"{prefix}q_norm.weight")
         self.o = ops.projection(weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard))
 
-    def __call__(
-        self, x_BKD: Tensor, own: Tensor, positions_BK: Tensor, rotation: Rotation, rows: LayerRows
-    ) -> Tensor:
+    def __call__(self, x_BKD: Tensor, own: Tensor, turn_BK: Turn, rows: LayerRows) -> Tensor:
         """own: the block's keys and values [B, K, H, 2, dim]. rows: the context."""
         q = self.q(x_BKD).unflatten(-1, (-1, self.head_dim))
-        q = rotation(self.ops.rms_norm(q, self.norm, self.eps), positions_BK)
+        q = turn_BK(self.ops.rms_norm(q, self.norm, self.eps))
         q_BHQE = q.unflatten(2, (self.n_kv_heads, -1)).movedim(1, 3).flatten(2, 3)
         both = torch.cat((rows.values, own), 1)
         k_BHME, v_BHME = both[..., 0, :].transpose(1, 2), both[..., 1, :].transpose(1, 2)

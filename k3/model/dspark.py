@@ -27,6 +27,7 @@ from k3.model.draft_attention import (
     LatentRows,
     LayerRows,
     Rotation,
+    Turn,
 )
 from k3.model.draft_ring import Context
 from k3.model.dspark_spec import CONFIDENCE, SHARED, DraftSpec, GqaDraft, MlaDraft
@@ -68,7 +69,8 @@ class DraftContext:
         """Rows of all layers: [T, L, W], or by head [T, H, L, 2, dim]."""
         projected = self.projection(taps_TXD.flatten(1))
         context = self.ops.rms_norm(projected, self.norm, self.spec.eps)
-        rows = [layer(context, positions_T, self.rotation) for layer in self.layers]
+        turn = self.rotation.at(positions_T)
+        rows = [layer(context, turn) for layer in self.layers]
         return torch.stack(rows, 1 if self.spec.flavour == "mla" else 2)
 
 
@@ -102,13 +104,11 @@ class DraftLayer:
             case GqaDraft() as attention:
                 self.attention = HeadAttention(spec, attention, shard, ops, weights, prefix)
 
-    def __call__(
-        self, x_BKD: Tensor, positions_BK: Tensor, rotation: Rotation, context: LayerRows
-    ) -> Tensor:
+    def __call__(self, x_BKD: Tensor, turn_BK: Turn, context: LayerRows) -> Tensor:
         """The residual after this layer."""
         h = self.ops.rms_norm(x_BKD, self.input_norm, self.eps)
-        own = self.rows(h, positions_BK, rotation)
-        x = x_BKD + self.comm.all_reduce(self.attention(h, own, positions_BK, rotation, context))
+        own = self.rows(h, turn_BK)
+        x = x_BKD + self.comm.all_reduce(self.attention(h, own, turn_BK, context))
         gate, up = self.gate_up(self.ops.rms_norm(x, self.mlp_norm, self.eps)).chunk(2, -1)
         return x + self.comm.all_reduce(self.down(silu(gate) * up))
 
@@ -187,12 +187,12 @@ class Drafter:
     def hidden(self, context: Context, anchor_B: Tensor, base_B: Tensor) -> Tensor:
         """Finished slots [B, K, D] of blocks whose anchors stand at `base`."""
         ids_BK = torch.cat((anchor_B.unsqueeze(1), self._masks.expand(len(anchor_B), -1)), 1)
-        positions_BK = base_B.unsqueeze(1) + self._slots_K
+        turn_BK = self.context.rotation.at(base_B.unsqueeze(1) + self._slots_K)
         x = self.embed(ids_BK.flatten()).unflatten(0, ids_BK.shape)
         seen_BM = torch.cat((context.seen_BN, torch.ones_like(ids_BK, dtype=torch.bool)), 1)
         for i, layer in enumerate(self.layers):
             rows = LayerRows(context.layer(i, self.spec.flavour), seen_BM)
-            x = layer(x, positions_BK, self.context.rotation, rows)
+            x = layer(x, turn_BK, rows)
         return self.ops.rms_norm(x, self.norm, self.spec.eps)
 
     @torch.no_grad()

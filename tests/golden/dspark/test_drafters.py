@@ -152,9 +152,9 @@ def test_context_rows_are_normalised_and_rotated_at_absolute_positions(kind):
     positions = torch.arange(n)
     if kind == "mla":
         expected = recorded.tensors["final.latent_prerope"][:, :n].clone()
-        rotation = Rotation(recorded.spec.rope, torch.float32, torch.device("cpu"))
+        turn = Rotation(recorded.spec.rope, torch.float32, torch.device("cpu")).at(positions)
         rank = recorded.spec.attention.kv_lora_rank
-        expected[..., rank:] = torch.stack([rotation(x[:, rank:], positions) for x in expected])
+        expected[..., rank:] = torch.stack([turn(x[:, rank:]) for x in expected])
         assert_close(rows.movedim(1, 0), expected, ATOL, "latent rows")
     else:
         k, v = rows[..., 0, :], rows[..., 1, :]  # [n, H, L, dim]
