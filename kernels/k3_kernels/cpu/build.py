@@ -6,6 +6,7 @@ compiler, `$CXX` or `c++`. Knows neither torch nor the package around it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -43,6 +44,14 @@ def path(variant: str) -> Path:
     return LIB / f"libk3cpu.{variant}.so"
 
 
+def digest() -> str:
+    """Of all sources and flags: a library of other ones is never loaded."""
+    seen = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
+    for source in sorted((HERE / "src").iterdir()):
+        seen.update(source.name.encode() + b"\0" + source.read_bytes())
+    return seen.hexdigest()
+
+
 def remove() -> None:
     """Remove what was built, so that nobody loads a library of other sources. Running processes keep theirs."""
     for file in LIB.glob("*.so"):
@@ -55,6 +64,7 @@ def build() -> list[Path]:
     if shutil.which(compiler[0]) is None:
         raise BuildError(f"no C++ compiler {compiler[0]!r}: install g++ or clang++, or set CXX")
     sources = sorted((HERE / "src").glob("*.cpp"))
+    identity = f'-DK3_DIGEST="{digest()}"'
     LIB.mkdir(exist_ok=True)
     with TemporaryDirectory(dir=LIB) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = {
@@ -62,7 +72,7 @@ def build() -> list[Path]:
             for name in variants()
         }
         compiled = [
-            pool.submit(_run, *compiler, *FLAGS, *flags, "-c", source, "-o", target)
+            pool.submit(_run, *compiler, *FLAGS, identity, *flags, "-c", source, "-o", target)
             for name, flags in variants().items()
             for source, target in zip(sources, objects[name], strict=True)
         ]

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from k3_kernels.cpu import build
 
-ABI = 2  # K3_ABI of src/abi.h
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
@@ -101,7 +100,11 @@ def load(file: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     except OSError as error:  # built for another system
         raise LibraryError(f"{file} does not load: {error}; {REMEDY}") from error
-    found = library.k3_abi()
-    if found != ABI:
-        raise LibraryError(f"{file} has ABI {found}, expected {ABI}; {REMEDY}")
+    try:
+        library.k3_digest.restype = ctypes.c_char_p
+        found = library.k3_digest().decode()
+    except AttributeError as error:
+        raise LibraryError(f"{file} has no k3_digest; {REMEDY}") from error
+    if found != build.digest():
+        raise LibraryError(f"{file} was built from other sources than are here; {REMEDY}")
     return library

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from k3_kernels.api import BackendError, Backends, select
-from k3_kernels.cpu import library
+from k3_kernels.cpu import build, library
 from k3_kernels.cpu.dense import NativeDense
 from k3_kernels.cpu.ops import NativeMix
 from k3_kernels.reference import attnres, norm
@@ -55,6 +57,24 @@ def test_a_library_that_is_missing_or_of_another_system_is_refused_with_the_reme
         library.load(file)
     file.write_bytes(b"of another system")
     with pytest.raises(library.LibraryError, match=r"does not load: .*build it"):
+        library.load(file)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of the install is gone")
+def test_a_library_of_other_sources_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "libk3cpu.so"
+    source = build.HERE / "src" / "abi.cpp"
+    compile_ = [
+        "c++",
+        "-shared",
+        "-fPIC",
+        '-DK3_DIGEST="of yesterday"',
+        str(source),
+        "-o",
+        str(file),
+    ]
+    subprocess.run(compile_, check=True, timeout=60)
+    with pytest.raises(library.LibraryError, match=r"from other sources than are here; build it"):
         library.load(file)
 
 

@@ -1,3 +1,4 @@
 #include "abi.h"
 
-K3_EXPORT int k3_abi() { return K3_ABI; }
+// Of the sources this library was compiled from: build.py gives it, library.py compares it.
+K3_EXPORT const char* k3_digest() { return K3_DIGEST; }

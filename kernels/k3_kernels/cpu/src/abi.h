@@ -1,9 +1,7 @@
 // What every exported function shares. Pointers are to contiguous data unless a stride (in values) says otherwise.
-// Raise K3_ABI together with ABI of library.py whenever a signature changes.
 #pragma once
 #include <cstdint>
 
-#define K3_ABI 2
 #define K3_EXPORT extern "C" __attribute__((visibility("default")))
 
 using i64 = std::int64_t;
