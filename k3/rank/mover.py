@@ -35,7 +35,8 @@ Status = plan_pb2.TransferStatus
 HEARTBEAT_S = 1.0
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # sleep while handles live
 EVENT_S = 200e-6  # sleep while a device event is awaited
-RECEIVE_S = 2e-3  # sleep while records are awaited
+RECEIVE_S, LONGEST_RECEIVE_S = 2e-3, 10e-3  # sleep while records are awaited
+OF_WAIT = 0.01  # it grows to this share of what has been waited: a long prompt is not asked for 500 times a second
 
 
 class MoverCore:
@@ -116,7 +117,10 @@ class MoverCore:
         self._pause_s = SHORTEST_S
         if self._events and self.wants_steps:
             return min(EVENT_S, until_beat)
-        return min(RECEIVE_S, until_beat) if self._incoming.is_waiting else until_beat
+        waited_s = self._incoming.waited_s(now)
+        if waited_s is None:
+            return until_beat
+        return min(max(RECEIVE_S, OF_WAIT * waited_s), LONGEST_RECEIVE_S, until_beat)
 
     def close(self) -> None:
         """Destroy the agent: nothing lands any more."""

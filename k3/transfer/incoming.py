@@ -44,6 +44,7 @@ class _Expected:
     nonce: int
     senders: dict[int, _Tally]
     draft_senders: dict[int, _Tally]
+    since: float
     news_at: float
     has_arrived: bool = False
     has_drafts: bool = False
@@ -63,11 +64,17 @@ class Incoming:
         """Whether records are worth looking for."""
         return any(not (e.has_arrived and e.has_drafts) for e in self._expected.values())
 
+    def waited_s(self, now: float) -> float | None:
+        """How long the youngest transfer whose records are awaited has been; None when none is awaited."""
+        awaited = (e for e in self._expected.values() if not (e.has_arrived and e.has_drafts))
+        since = max((e.since for e in awaited), default=None)
+        return None if since is None else now - since
+
     def expect(self, command: plan_pb2.ExpectTransfer, now: float) -> list[Status]:
         """Wait for a transfer from now on. One that has no sender for this rank arrives at once."""
         senders = {sender: _Tally() for sender in command.senders}
         draft_senders = {sender: _Tally() for sender in command.draft_senders}
-        expected = _Expected(command.nonce, senders, draft_senders, now)
+        expected = _Expected(command.nonce, senders, draft_senders, now, now)
         self._expected[command.transfer_id] = expected
         if len(self._expected) > MAX_EXPECTED:
             del self._expected[next(iter(self._expected))]

@@ -259,6 +259,20 @@ def test_an_idle_mover_sleeps_until_its_next_heartbeat():
     assert net.into[0].core.sleep_s(net.now) <= 0.002
 
 
+def test_records_of_a_long_prompt_are_looked_for_less_often_until_a_younger_one_waits():
+    net = Net()
+    net.expect(ID, LEN)
+    net.turn()
+    core = net.into[0].core
+    assert core.sleep_s(net.now + 0.5) == pytest.approx(0.005)
+    assert core.sleep_s(net.now + 0.9) == pytest.approx(0.009)
+    assert core.sleep_s(net.now + 0.99) <= 0.010
+    net.run(0.5)
+    net.expect(ID + 1, LEN)
+    net.turn()
+    assert core.sleep_s(net.now) <= 0.002
+
+
 def test_a_heartbeat_comes_every_second_and_counts_zombies():
     net = running(Net(fabric=Script(rest=Fate(delay_s=3.0)), decode=sharding(3)))
     net.run(0.05)
