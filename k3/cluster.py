@@ -116,8 +116,7 @@ class LocalCluster:
         self.options = options
         self._on_line = on_line
         self._folder: Path | None = None
-        self._n_engines = options.n_prefills + options.n_decodes
-        ports = free_ports(2 * self._n_engines + 2)
+        ports = free_ports(2 * (options.n_prefills + options.n_decodes) + 2)
         port = options.port or ports.pop()
         self.url = f"http://{options.host}:{port}"
         self.admin = f"127.0.0.1:{ports.pop()}"
@@ -133,9 +132,7 @@ class LocalCluster:
         self.members = [*self.prefills, *self.decodes, self.router]
 
     def _engine(self, role: str, i: int, port: int, ops_port: int, more: Sequence[str]) -> Member:
-        threads = max(1, (os.cpu_count() or 1) // self._n_engines)
-        flags = [*self._preset(), "--serve-port", port, "--serve-ops-port", ops_port]
-        flags += ["--backends-threads", threads, *more]
+        flags = [*self._preset(), "--serve-port", port, "--serve-ops-port", ops_port, *more]
         address, ops = f"127.0.0.1:{port}", f"127.0.0.1:{ops_port}"
         return Member(f"{role}-{i}", f"{role}_svc", tuple(map(str, flags)), address, ops)
 

@@ -194,9 +194,8 @@ def measure_alone(
     in_flight: int, names: Sequence[str], args: argparse.Namespace, found: Measured
 ) -> None:
     """The exchanges of plain decoding again, in one process with drafts."""
-    threads = max(1, (os.cpu_count() or 1) // 2)  # as many as each engine of a local cluster
     model = ("--model", args.model) if args.model else ()
-    flags = ("--preset", PRESET, "--backends-threads", str(threads), *model, *speculation(args))
+    flags = ("--preset", PRESET, *model, *speculation(args))
     steps = Reading(0, 0, 0, 0, 0)
     for name in names:
         exchanges = found.exchanges[name, in_flight]

@@ -37,7 +37,8 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "cache.memory_bytes": "256MiB",
         "schedule.max_rows": 8,
         "schedule.max_queue": 32,
-        "schedule.token_budget": 256,
+        "schedule.token_budget": 512,
+        "backends.threads": 1,  # ranks and engines share the cores, and waiting threads would spin on them
         "serve.drain_delay_s": 0,
         "serve.drain_timeout_s": "30s",
         "http.drain_delay_s": 0,
