@@ -25,7 +25,7 @@ extra=("$@")
 folders "pure" 2 unit golden property sim
 if [ "$what" = all ]; then
   .ci/chart.sh || status=1
-  # Ranks and fronts wait a lot (for starts, ends, deadlines): three files at a time keep two cores busy.
-  folders "processes" 3 e2e lifecycle security chaos model_quality
+  # Two files at a time: each has many processes of its own.
+  folders "processes" 2 e2e lifecycle security chaos model_quality
 fi
 exit "$status"
