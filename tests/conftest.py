@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -22,3 +22,16 @@ def keep_denormals() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         torch.set_flush_denormal(False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test that shares a cluster shows what its services said last."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and cluster is not None and hasattr(cluster, "logs"):
+        lines = [f"[{name}] {line}" for name, line in cluster.logs[-200:]]
+        report.sections.append(("last lines of the cluster", "\n".join(lines)))
+    return report
