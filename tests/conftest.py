@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.e2e.cluster import Cluster
+
 settings.register_profile(
     "dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -30,8 +32,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failed test that shares a cluster shows what its services said last."""
     report = yield
-    cluster = getattr(item, "funcargs", {}).get("cluster")
-    if report.failed and cluster is not None and hasattr(cluster, "logs"):
+    cluster = item.funcargs.get("cluster") if isinstance(item, pytest.Function) else None
+    if report.failed and isinstance(cluster, Cluster):
         lines = [f"[{name}] {line}" for name, line in cluster.logs[-200:]]
         report.sections.append(("last lines of the cluster", "\n".join(lines)))
     return report
