@@ -5,49 +5,99 @@ Presets may set them for whoever switches the rest on; only what comes from a fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from k3.config.keys import Value, flatten
-from k3.config.rule import Refusal
+from k3.config.keys import flatten
+from k3.config.rule import Refusal, Rule
 from k3.config.tree import EngineConfig
 
 OF_CHECKPOINTS = (
     *("cache.checkpoints", "cache.checkpoint_interval", "cache.checkpoint_anchor"),
     *("cache.checkpoint_rungs", "cache.checkpoint_mode"),
 )
+SLOTS_TWICE = ("cache.checkpoints", "cache.state_slots")
+# Of the transfer section only drain_s is read where nothing is transferred: by the end of a rank group.
+OF_PREFILL_INSTANCES = (
+    *("serve.prefills", "schedule.max_early_prefills", "schedule.reserve_wait_s"),
+    "parallel.pp_remote_kv",
+    *(
+        path
+        for path in flatten(EngineConfig())
+        if path.startswith("transfer.") and path != "transfer.drain_s"
+    ),
+)
 
 
-def _is_given(source: str) -> bool:
-    return source != "default" and not source.startswith("preset ")
+class Given(NamedTuple):
+    """A configuration, and the paths somebody set himself."""
+
+    config: EngineConfig
+    paths: frozenset[str]
+
+    def named(self, paths: Iterable[str]) -> str | None:
+        """Those of `paths` that were set, with their values; None without one."""
+        values = flatten(self.config)
+        found = [f"{path}={values[path]}" for path in paths if path in self.paths]
+        return ", ".join(found) or None
+
+
+def _checkpoints_without_cache(given: Given) -> str | None:
+    return given.named(OF_CHECKPOINTS) if given.config.cache.prefix == "off" else None
+
+
+def _slots_twice(given: Given) -> str | None:
+    cache = given.config.cache
+    is_twice = cache.prefix == "on" and given.paths >= set(SLOTS_TWICE) and cache.state_slots
+    return given.named(SLOTS_TWICE) if is_twice else None
+
+
+def _of_prefill_instances(given: Given) -> str | None:
+    return given.named(OF_PREFILL_INSTANCES)
+
+
+IDLE_RULES: tuple[Rule[Given], ...] = (
+    Rule(
+        "CHECKPOINTS_IDLE",
+        ("prefill", "decode", "both"),
+        OF_CHECKPOINTS,
+        "cache.checkpoint* is given with cache.prefix = off",
+        "states are kept for a prefix cache, and cache.prefix is off",
+        "set cache.prefix=on, or leave them out",
+        _checkpoints_without_cache,
+    ),
+    Rule(
+        "CHECKPOINTS_BESIDE_SLOTS",
+        ("prefill", "decode", "both"),
+        SLOTS_TWICE,
+        "cache.checkpoints and cache.state_slots are both given",
+        "cache.checkpoints only says how many slots there are beside those of requests, and "
+        "cache.state_slots says how many there are",
+        "leave one of them out",
+        _slots_twice,
+    ),
+    Rule(
+        "PREFILL_INSTANCES_IDLE",
+        ("both",),
+        OF_PREFILL_INSTANCES,
+        "a setting about prefill instances is given: serve.prefills, schedule.max_early_prefills, "
+        "schedule.reserve_wait_s, parallel.pp_remote_kv, or transfer.* other than transfer.drain_s",
+        "an instance that computes every prompt itself calls no prefill instance and transfers nothing",
+        "leave them out, or start the instance as plain decode",
+        _of_prefill_instances,
+    ),
+)
 
 
 def idle(config: EngineConfig, sources: Mapping[str, str]) -> list[Refusal]:
     """Of an engine; sources: where each value came from, by path."""
-    given = {path for path, source in sources.items() if _is_given(source)}
-    values = flatten(config)
-    problems: list[Refusal] = []
-    useless = [path for path in OF_CHECKPOINTS if path in given]
-    if useless and config.cache.prefix == "off":
-        problems.append(
-            Refusal(
-                "CHECKPOINTS_IDLE",
-                _named(useless, values),
-                "states are kept for a prefix cache, and cache.prefix is off",
-                "set cache.prefix=on, or leave them out",
-            )
-        )
-    both = ("cache.checkpoints", "cache.state_slots")
-    if config.cache.prefix == "on" and given >= set(both) and config.cache.state_slots:
-        problems.append(
-            Refusal(
-                "CHECKPOINTS_BESIDE_SLOTS",
-                _named(both, values),
-                "cache.checkpoints only says how many slots there are beside those of requests, and "
-                "cache.state_slots says how many there are",
-                "leave one of them out",
-            )
-        )
-    return problems
+    given = Given(config, frozenset(path for path, source in sources.items() if _is_given(source)))
+    found = [rule.judge(given, config) for rule in IDLE_RULES if config.role in rule.roles]
+    return [refusal for refusal in found if refusal is not None]
+
+
+def _is_given(source: str) -> bool:
+    return source != "default" and not source.startswith("preset ")
 
 
 def silent_drafter(config: EngineConfig) -> str | None:
@@ -57,7 +107,3 @@ def silent_drafter(config: EngineConfig) -> str | None:
     return (
         f"spec.drafter={config.spec.drafter} is not loaded: spec.draft_tokens=0 switches drafts off"
     )
-
-
-def _named(paths: tuple[str, ...] | list[str], values: Mapping[str, Value]) -> str:
-    return ", ".join(f"{path}={values[path]}" for path in paths)

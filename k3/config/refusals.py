@@ -1,14 +1,16 @@
 """What is refused at start-up: one table, judged before any rank is spawned, all violated rules at once.
 
-`ENGINE` and `ROUTER` rules (`router_refusals.py`) see the configuration alone, `FIT` rules see it beside the model. A
-rule is documentation and test in one row (`rule.py`); `python -m k3.config.refusals` prints `docs/refusals.md`.
-A wrong request is rejected, not refused: that happens elsewhere, at request time.
+`IDLE` rules (`idle.py`) see what somebody set, `ENGINE` and `ROUTER` rules (`router_refusals.py`) the configuration
+alone, `FIT` rules see it beside the model. A rule is documentation and test in one row (`rule.py`);
+`python -m k3.config.refusals` prints `docs/refusals.md`. A wrong request is rejected, not refused: that happens
+elsewhere, at request time.
 """
 
 from __future__ import annotations
 
 import sys
 
+from k3.config.idle import IDLE_RULES
 from k3.config.pipeline import PIPELINE_RULES, STAGE_RULES, Pipeline
 from k3.config.resolve import GPU_DRIVER_FILES
 from k3.config.router_refusals import ROUTER_RULES
@@ -347,7 +349,7 @@ def refuse_router(config: RouterConfig) -> list[Refusal]:
 
 def document() -> str:
     """The table as Markdown: `docs/refusals.md`."""
-    return markdown((*ENGINE_RULES, *PIPELINE_RULES, *FIT_RULES, *ROUTER_RULES))
+    return markdown((*IDLE_RULES, *ENGINE_RULES, *PIPELINE_RULES, *FIT_RULES, *ROUTER_RULES))
 
 
 if __name__ == "__main__":

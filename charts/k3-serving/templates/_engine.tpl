@@ -8,12 +8,15 @@
   "host" "0.0.0.0" "port" (int $values.port) "ops_host" "0.0.0.0" "ops_port" (int $values.opsPort)
   "drain_delay_s" (int $values.drain.delaySeconds) "drain_timeout_s" (int $values.drain.timeoutSeconds)
 -}}
+{{- $ours := dict "serve" $serve -}}
+{{- if not (and (eq .component "decode") (eq $values.role "both")) -}}
+{{- $ports := printf "%d-%d" (int $transfer.firstPort) (int $transfer.lastPort) -}}
+{{- $_ := set $ours "transfer" (dict "port_range" $ports) -}}
 {{- if eq .component "decode" -}}
 {{- $prefills := include "k3.addresses" (dict "root" .root "component" "prefill") | fromYamlArray -}}
 {{- $_ := set $serve "prefills" $prefills -}}
 {{- end -}}
-{{- $ports := printf "%d-%d" (int $transfer.firstPort) (int $transfer.lastPort) -}}
-{{- $ours := dict "serve" $serve "transfer" (dict "port_range" $ports) -}}
+{{- end -}}
 {{- if eq .component "decode" -}}
 {{- if and (eq $values.role "decode") (lt (int .root.Values.prefill.replicas) 1) -}}
 {{- fail "prefill.replicas=0 with decode.role=decode: nobody would compute prompts; set decode.role=both or raise prefill.replicas" -}}

@@ -393,8 +393,8 @@ def test_start_up_prints_every_problem_to_stderr_and_exits_with_2():
 def test_check_exits_with_2_and_shows_all_of_the_bad_example():
     done = run("decode", "--check", "--config", str(EXAMPLES / "bad.yaml"))
     assert done.returncode == 2
-    assert "refused: 20 problems" in done.stdout
-    assert done.stdout.count("remedy:") == 20
+    assert "refused: 21 problems" in done.stdout
+    assert done.stdout.count("remedy:") == 21
 
 
 def test_check_lists_everything_that_context_parallel_decode_does_not_go_with():

@@ -18,8 +18,20 @@ from k3.model.digest import model_digest
 pytestmark = [pytest.mark.helix, pytest.mark.dspark, pytest.mark.prefill]
 
 DOCS = Path(__file__).parents[3] / "docs"
+ALONE = {"role": "both"}
 DRAFTING = {"spec.draft_tokens": "7", "spec.drafter": "draft-mla"}
 ENGINE_CASES = [
+    ("CHECKPOINTS_IDLE", "prefill", {"cache.checkpoint_interval": "64"}),
+    (
+        "CHECKPOINTS_BESIDE_SLOTS",
+        "prefill",
+        {"cache.prefix": "on", "cache.checkpoints": "4", "cache.state_slots": "99"},
+    ),
+    ("PREFILL_INSTANCES_IDLE", "decode", ALONE | {"schedule.max_early_prefills": "3"}),
+    ("PREFILL_INSTANCES_IDLE", "decode", ALONE | {"serve.prefills": "prefill-0:50051"}),
+    ("PREFILL_INSTANCES_IDLE", "decode", ALONE | {"parallel.pp_remote_kv": "true"}),
+    ("PREFILL_INSTANCES_IDLE", "decode", ALONE | {"schedule.reserve_wait_s": "9s"}),
+    ("PREFILL_INSTANCES_IDLE", "decode", ALONE | {"transfer.port_range": "41000-41050"}),
     ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
     ("DEVICE", "prefill", {"model.device": "cuda"}),
     ("GPU_ATTENTION", "decode", {"model.device": "cpu", "backends.attention": "triton"}),
@@ -281,6 +293,7 @@ def test_every_rule_has_a_case():
     tested = {code for code, *_ in (*ENGINE_CASES, *ROUTER_CASES)}
     tested |= {"MODEL_CONFIG", "CONFIDENCE_HEAD"}
     rules = (
+        *refusals.IDLE_RULES,
         *refusals.ENGINE_RULES,
         *refusals.PIPELINE_RULES,
         *refusals.FIT_RULES,
@@ -288,6 +301,11 @@ def test_every_rule_has_a_case():
     )
     assert tested | WITHOUT_A_KEY == {rule.code for rule in rules}
     assert len(rules) == len(tested) + len(WITHOUT_A_KEY)
+
+
+def test_what_an_instance_alone_reads_of_the_transfer_section_it_accepts():
+    flags = ALONE | {"transfer.drain_s": "3s"}
+    assert load_engine("decode", CommandLine(flags), {}).problems == ()
 
 
 def test_values_just_inside_the_rules_are_accepted():
