@@ -9,6 +9,7 @@ without a gold answer are sampled at temperature 1 with the item's number as see
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ class Answer:
     """What came back for one item. `error` is empty when it is complete; with an error it counts as wrong.
 
     is_right: None where nothing is scored. text: the response, or everything generated for check `raw`.
-    Counts and acceptance are of all turns; `ends_itself`: the last turn ended before its limit.
+    Counts, times and acceptance are of all turns; `ends_itself`: the last turn ended before its limit. decode_s: from
+    complete caches to the last token, as the server tells, for decode_tokens: all but each turn's first one, which
+    prefill draws.
     """
 
     item: Item
@@ -58,6 +61,8 @@ class Answer:
     acceptance: Acceptance | None
     error: str
     exchanges: tuple[Exchange, ...] = ()
+    decode_tokens: int = 0
+    decode_s: float = 0.0
 
 
 class Asker:
@@ -150,9 +155,12 @@ class Asker:
     async def _chat(
         self, messages: Sequence[Mapping[str, str]], turns: _Turns, settings: Json
     ) -> str:
-        body = await self._post("/v1/chat/completions", {"messages": list(messages), **settings})
+        response = await self._post(
+            "/v1/chat/completions", {"messages": list(messages), **settings}
+        )
+        body = response.json()
         text = str(_choice(body)["message"]["content"] or "")
-        turns.add(body, text, settings)
+        turns.add(body, text, settings, decode_seconds(response))
         return text
 
     async def _ask_raw(self, item: Item, turns: _Turns, settings: Json) -> None:
@@ -160,19 +168,20 @@ class Asker:
             "/tokenize", {"messages": list(item.turns), "tools": list(item.tools or ())}
         )
         request = {
-            "prompt": rendered["tokens"],
+            "prompt": rendered.json()["tokens"],
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
             **settings,
         }
-        body = await self._post("/v1/completions", request)
-        turns.add(body, str(_choice(body)["text"]), settings)
+        response = await self._post("/v1/completions", request)
+        body = response.json()
+        turns.add(body, str(_choice(body)["text"]), settings, decode_seconds(response))
 
-    async def _post(self, path: str, body: Json) -> Json:
+    async def _post(self, path: str, body: Json) -> httpx.Response:
         response = await self._client.post(path, json=body)
         if response.status_code != 200:
             raise BadAnswer(_failure(response))
-        return response.json()
+        return response
 
 
 class _Turns:
@@ -186,13 +195,17 @@ class _Turns:
         self._ends_itself = False
         self._prompt_tokens = 0
         self._output_tokens = 0
+        self._decode_tokens = 0
+        self._decode_s = 0.0
         self._acceptance: Acceptance | None = None
 
-    def add(self, body: Json, text: str, settings: Json) -> None:
+    def add(self, body: Json, text: str, settings: Json, decode_s: float) -> None:
         self._text = text
         self._ends_itself = _choice(body)["finish_reason"] != "length"
         self._prompt_tokens += body["usage"]["prompt_tokens"]
         self._output_tokens += body["usage"]["completion_tokens"]
+        self._decode_tokens += max(body["usage"]["completion_tokens"] - 1, 0)
+        self._decode_s += decode_s
         reported = Acceptance.of_body(body)
         if reported is not None:
             so_far = self._acceptance or Acceptance.none(len(reported.histogram) - 1)
@@ -219,6 +232,8 @@ class _Turns:
             acceptance=self._acceptance,
             error=error,
             exchanges=tuple(self._exchanges),
+            decode_tokens=self._decode_tokens,
+            decode_s=self._decode_s,
         )
 
 
@@ -235,6 +250,12 @@ def _exchange(body: Json, settings: Json, ends_itself: bool) -> Exchange:
         int(limit),
         ends_itself,
     )
+
+
+def decode_seconds(response: httpx.Response) -> float:
+    """The `decode` part of an answer's Server-Timing header, in seconds; 0 where a server sends none."""
+    found = re.search(r"\bdecode;dur=([0-9.]+)", response.headers.get("Server-Timing", ""))
+    return float(found[1]) / 1000 if found else 0.0
 
 
 def _choice(body: Json) -> Json:

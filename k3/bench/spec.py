@@ -181,7 +181,18 @@ def summarize(
     truth = found.exchanges.setdefault((suite, in_flight), exchanges)
     n_tokens = sum(answer.output_tokens for answer in answers)
     n_different = differences([x.ids for x in exchanges], [x.ids for x in truth])
-    return Figures(suite, mode, in_flight, len(answers), n_tokens, seconds, total, n_different)
+    return Figures(
+        suite,
+        mode,
+        in_flight,
+        len(answers),
+        n_tokens,
+        seconds,
+        total,
+        n_different,
+        sum(answer.decode_tokens for answer in answers),
+        sum(answer.decode_s for answer in answers),
+    )
 
 
 def differences(ids: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -> int:

@@ -1,6 +1,7 @@
 """Figures of `k3-bench spec`, and how they are shown: tables, Markdown, JSON, a picture.
 
-Gains are against plain decoding of the same suite with as many requests in flight.
+Gains are against plain decoding of the same suite with as many requests in flight: once of the tokens/s of everything,
+prefill and the way there included, which short answers to long prompts are mostly made of, and once of decoding alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ PLAIN, TOTAL = "plain", "all of these"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One suite in one mode. acceptance: None without drafts; n_different: answers that are not plain decoding's."""
+    """One suite in one mode. acceptance: None without drafts; n_different: answers that are not plain decoding's.
+
+    decode_tokens, decode_s: tokens after each answer's first, and the seconds they took, summed over the answers; 0
+    where only everything together was timed.
+    """
 
     suite: str
     mode: str
@@ -29,11 +34,18 @@ class Figures:
     seconds: float
     acceptance: Acceptance | None
     n_different: int
+    decode_tokens: int = 0
+    decode_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
         """Output tokens over the time of the suite, prefill included."""
         return self.n_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Speed of one request while it decodes; None where that was not timed."""
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else None
 
     def plus(self, other: Figures) -> Figures:
         """Both suites together."""
@@ -49,6 +61,8 @@ class Figures:
             self.seconds + other.seconds,
             acceptance,
             self.n_different + other.n_different,
+            self.decode_tokens + other.decode_tokens,
+            self.decode_s + other.decode_s,
         )
 
 
@@ -66,7 +80,10 @@ class Cost:
     forward_s: float
 
 
-FIGURES = ("suite", "mode", "in flight", "items", "tokens/s", "gain", "tokens/step", "answers")
+FIGURES = (
+    "suite", "mode", "in flight", "items", "tokens/s", "gain", "decode tokens/s", "decode gain", "tokens/step",
+    "answers",
+)  # fmt: skip
 COSTS = ("mode", "in flight", "steps", "step ms", "verify ms", "judge + draft ms", "share")
 
 
@@ -80,12 +97,32 @@ def with_totals(figures: Sequence[Figures]) -> list[Figures]:
     return [*ordered, *(f for f in sums.values() if f.suite == TOTAL)]
 
 
-def gain(f: Figures, figures: Sequence[Figures]) -> float | None:
-    """Tokens/s against plain decoding of the same; None where that was not measured."""
+def plain_of(f: Figures, figures: Sequence[Figures]) -> Figures | None:
+    """Plain decoding of the same; None where it was not measured."""
     for other in figures:
         if (other.suite, other.mode, other.in_flight) == (f.suite, PLAIN, f.in_flight):
-            return f.tokens_per_s / other.tokens_per_s if other.tokens_per_s > 0 else None
+            return other
     return None
+
+
+def gain(f: Figures, figures: Sequence[Figures]) -> float | None:
+    """Tokens/s against plain decoding of the same; None where that was not measured."""
+    plain = plain_of(f, figures)
+    return None if plain is None else _ratio(f.tokens_per_s, plain.tokens_per_s)
+
+
+def decode_gain(f: Figures, figures: Sequence[Figures]) -> float | None:
+    """As `gain`, of decoding alone."""
+    plain = plain_of(f, figures)
+    return None if plain is None else _ratio(f.decode_tokens_per_s, plain.decode_tokens_per_s)
+
+
+def _ratio(speed: float | None, of: float | None) -> float | None:
+    return None if speed is None or not of else speed / of
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
@@ -93,15 +130,16 @@ def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
     everything = with_totals(figures)
     rows: list[list[str]] = []
     for f in everything:
-        factor = gain(f, everything)
         rows.append(
             [
                 f.suite,
                 f.mode,
                 str(f.in_flight),
                 str(f.n_items),
-                f"{f.tokens_per_s:.1f}",
-                "-" if factor is None else f"{factor:.2f}",
+                _shown(f.tokens_per_s, 1),
+                _shown(gain(f, everything), 2),
+                _shown(f.decode_tokens_per_s, 1),
+                _shown(decode_gain(f, everything), 2),
                 "-" if f.acceptance is None else f"{f.acceptance.length:.3f}",
                 f"{f.n_different} DIFFER" if f.n_different else "equal",
             ]
@@ -147,7 +185,12 @@ def as_json(
     everything = with_totals(figures)
     suites: list[dict[str, Any]] = []
     for f in everything:
-        derived = {"tokens_per_s": f.tokens_per_s, "gain": gain(f, everything)}
+        derived = {
+            "tokens_per_s": f.tokens_per_s,
+            "gain": gain(f, everything),
+            "decode_tokens_per_s": f.decode_tokens_per_s,
+            "decode_gain": decode_gain(f, everything),
+        }
         if f.acceptance is not None:
             derived["length"] = f.acceptance.length
         suites.append(asdict(f) | derived)

@@ -6,10 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from k3.bench import spec
-from k3.bench.answers import Answer, Exchange
+from k3.bench.answers import Answer, Exchange, decode_seconds
 from k3.bench.spec_report import (
     COSTS,
     FIGURES,
@@ -76,6 +77,12 @@ def test_steps_of_all_answers_add_up_and_other_tokens_are_counted():
     assert spec.differences([(1, 2)], [(1, 2), (3,)]) == 1
 
 
+def test_the_time_of_decoding_is_taken_from_the_servers_own_header():
+    stages = {"Server-Timing": "queue;dur=0.1, prefill;dur=80.0, transfer;dur=2.0, decode;dur=125.5"}
+    assert decode_seconds(httpx.Response(200, headers=stages)) == 0.1255
+    assert decode_seconds(httpx.Response(200)) == 0.0
+
+
 def test_a_missing_answer_is_an_error_and_not_a_figure():
     with pytest.raises(spec.K3Error, match=r"1 requests of copy failed: copy-0.*HTTP 503"):
         spec.summarize(
@@ -86,8 +93,8 @@ def test_a_missing_answer_is_an_error_and_not_a_figure():
 def figures() -> list[Figures]:
     taken = Acceptance((2, 0, 6))
     return [
-        Figures("copy", "plain", 1, 4, 100, 10.0, None, 0),
-        Figures("copy", "drafts", 1, 4, 100, 4.0, taken, 0),
+        Figures("copy", "plain", 1, 4, 100, 10.0, None, 0, 96, 8.0),
+        Figures("copy", "drafts", 1, 4, 100, 4.0, taken, 0, 96, 2.0),
         Figures("lists", "plain", 1, 2, 50, 5.0, None, 0),
         Figures("lists", "drafts", 1, 2, 50, 2.0, taken, 1),
     ]
@@ -102,7 +109,7 @@ def test_gains_are_against_plain_decoding_of_the_same_and_sums_against_sums():
     assert gain(figures()[1], figures()[1:]) is None
     rows = figure_rows(figures())
     assert all(len(row) == len(FIGURES) for row in rows)
-    assert rows[1] == ["copy", "drafts", "1", "4", "25.0", "2.50", "2.500", "equal"]
+    assert rows[1] == ["copy", "drafts", "1", "4", "25.0", "2.50", "48.0", "4.00", "2.500", "equal"]
     assert rows[-1][-1] == "1 DIFFER"
 
 
@@ -117,9 +124,10 @@ def test_files_hold_everything(tmp_path: Path):
     costs, facts = [Cost("drafts", 1, 4, 0.4, 0.3)], {"machine": "2 cores"}
     text = markdown(figures(), costs, facts)
     assert "- machine: 2 cores" in text
-    assert "| lists | drafts | 1 | 2 | 25.0 | 2.50 | 2.500 | 1 DIFFER |" in text
+    assert "| lists | drafts | 1 | 2 | 25.0 | 2.50 | - | - | 2.500 | 1 DIFFER |" in text
     tree = json.loads(json.dumps(as_json(figures(), costs, facts)))
     assert tree["figures"][1]["gain"] == 2.5
+    assert tree["figures"][1]["decode_gain"] == 4.0
     assert tree["steps"][0]["n_steps"] == 4
     plot(figures(), tmp_path / "gains.png")
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
