@@ -72,6 +72,7 @@ class Incarnation:
         self._callers: dict[int, Caller] = {}
         self._fenced: dict[int, int] = {}
         self._may_plan = asyncio.Event()
+        self._has_plan = asyncio.Event()  # set while one is in flight
         self._may_admit = asyncio.Event()
         self._stop = asyncio.Event()
         self._last_result_at = _now()
@@ -160,7 +161,7 @@ class Incarnation:
 
     async def run(self) -> None:
         """Work until `stop`. Raises GroupFailed when the ranks are lost."""
-        loops = (self._step, self._admit, self._listen, self._tick)
+        loops = (self._plan, self._hear, self._admit, self._listen, self._tick)
         tasks = [asyncio.create_task(loop(), name=f"decode {loop.__name__}") for loop in loops]
         stop = asyncio.create_task(self._stop.wait(), name="decode stop")
         try:
@@ -179,21 +180,29 @@ class Incarnation:
         """Let `run` return."""
         self._stop.set()
 
-    async def _step(self) -> None:
-        """Keep `depth` plans in flight, absorb their results in order."""
+    async def _plan(self) -> None:
+        """Keep the ranks busy: whenever something changed, plan as much as may be in flight."""
         steps, gate = self._steps, self.scheduler.policy.gate
         while True:
+            await self._may_plan.wait()
+            self._may_plan.clear()
             while (plan := steps.plan(_now())) is not None:
                 if steps.n_in_flight == 1:
                     self._last_result_at = _now()
                 if gate is not None:
                     self._metrics.spec.gate(gate.is_open)
+                self._has_plan.set()
                 await self._ranks.send_plan(plan)
-            if steps.n_in_flight == 0:
-                await self._may_plan.wait()
-                self._may_plan.clear()
-                continue
-            self._absorb(await self._ranks.next_result())
+
+    async def _hear(self) -> None:
+        """Acknowledgements, one per plan and in order."""
+        while True:
+            await self._has_plan.wait()
+            result = await self._ranks.next_result()
+            self._may_plan.set()  # first, so that the next plan leaves before tokens do
+            self._absorb(result)
+            if self._steps.n_in_flight == 0:
+                self._has_plan.clear()
 
     def _absorb(self, result: plan_pb2.StepResult) -> None:
         now = self._last_result_at = _now()

@@ -1,7 +1,7 @@
 """A decode service without processes: a real `Incarnation` over scripted ranks and scripted prefill instances.
 
 A script is a coroutine that plays one `Prefill` stream from prefill's side. Ranks answer each plan after `STEP_S`,
-emitting the token 100 + number of the row's step.
+emitting the token 100 + number of the row's step, and `FIRST` for a prompt they computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from decode_svc.deployment import Deployment
 from decode_svc.incarnation import Incarnation
 from decode_svc.intake.source import Deliver, Ended, Heard, Pair, PrefillLost, Proof
 from decode_svc.request import Candidate, RequestSpec
-from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig
+from k3.config.tree import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+)
 from k3.errors import GroupFailed, K3Error
 from k3.telemetry.metrics import DecodeMetrics
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
@@ -40,6 +46,7 @@ class Ranks:
         self.plans: list[plan_pb2.StepPlan] = []
         self.rebuild_s = 0.0  # how long a new transfer agent takes
         self.arrives = True  # whether expected transfers arrive when prefill says committed
+        self.n_answered = 0  # plans whose answer was read
         self._results: asyncio.Queue[plan_pb2.StepResult] = asyncio.Queue()
         self._statuses: asyncio.Queue[tuple[int, plan_pb2.TransferStatus]] = asyncio.Queue()
         self._steps: dict[tuple[int, int], int] = defaultdict(int)
@@ -53,12 +60,17 @@ class Ranks:
             self._steps[row.row, row.epoch] += 1
             entry = result.rows.add(row=row.row, epoch=row.epoch)
             entry.tokens.add(id=100 + self._steps[row.row, row.epoch])
+        for chunk in plan.chunks:
+            if chunk.is_final:
+                result.rows.add(request=chunk.request, epoch=chunk.epoch).tokens.add(id=FIRST)
         loop = asyncio.get_running_loop()
         self._busy_until = max(self._busy_until, loop.time()) + STEP_S
         loop.call_at(self._busy_until, self._results.put_nowait, result)
 
     async def next_result(self) -> plan_pb2.StepResult:
-        return await self._results.get()
+        result = await self._results.get()
+        self.n_answered += 1
+        return result
 
     async def command(self, rank: int, command: plan_pb2.TransferCommand) -> None:
         copy = plan_pb2.TransferCommand()
@@ -169,10 +181,18 @@ class World:
     """One life of a decode service. `scripts[address]` are played in order, the last one again and again."""
 
     def __init__(
-        self, *, pages: int = 12, rows: int = 3, max_queue: int = 8, early: int = 0
+        self,
+        *,
+        pages: int = 12,
+        rows: int = 3,
+        max_queue: int = 8,
+        early: int = 0,
+        role: str = "decode",
+        stages: int = 1,
     ) -> None:
         config = EngineConfig(
-            role="decode",
+            role=role,
+            parallel=ParallelConfig(pp=stages, pp_remote_kv=role == "decode" and stages > 1),
             model=ModelConfig(str(NANO), "nano", "float64", "cpu", 64),
             cache=CacheConfig(page_tokens=PAGE_TOKENS, pages=pages, state_slots=rows + 2),
             schedule=ScheduleConfig(

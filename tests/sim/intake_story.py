@@ -17,7 +17,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def play(story: Story, **sizes: int) -> World:
+def play(story: Story, **sizes: Any) -> World:
     async def whole() -> World:
         world = World(**sizes)
         await world.play(story)
