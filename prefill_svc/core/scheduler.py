@@ -267,12 +267,21 @@ class PrefillScheduler:
         return budget.granted
 
     def _candidates(self) -> list[PrefillRequest]:
-        """Prompts that a chunk could be given to, in order of arrival; waiting ones only if all of them fit."""
-        found = [r for r in self._running.values() if r.remaining > 0 and not r.is_held]
-        n_long = sum(not self._is_short(r) for r in found)
+        """Prompts that a chunk could be given to, in order of arrival; waiting ones only if all of them fit.
+
+        Of waiting prompts that may be long only as many are looked up in the cache as could run; one further behind
+        counts as long before it has its turn.
+        """
+        going = [r for r in self._running.values() if r.remaining > 0]
+        found = [r for r in going if not r.is_held]
+        n_long, n_looks = sum(not self._is_short(r) for r in going), self.policy.max_running
         places = self.policy.max_running - len(self._running)
         pages, slots = self.cache.available_pages, self.cache.available_slots
         for request in self._waiting:
+            if request.prompt_len > self.policy.short_len:
+                if n_looks == 0 and n_long >= self.policy.max_long:
+                    continue
+                n_looks = max(0, n_looks - 1)
             gate = self.cache.look(request.prompt)
             reserved = request.hit_tokens
             request.planned = max(reserved, gate.hit * self.ladder.page_tokens)

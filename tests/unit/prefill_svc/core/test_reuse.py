@@ -30,9 +30,10 @@ def scheduler(
     n_pages: int = 64,
     n_slots: int = 8,
     short: int = 64,
+    queue: int = 4,
 ) -> PrefillScheduler:
     policy = Policy(
-        token_budget=budget, max_inflight=inflight, chunk_align=P, max_running=4, max_queue=4,
+        token_budget=budget, max_inflight=inflight, chunk_align=P, max_running=4, max_queue=queue,
         short_len=short,
     )  # fmt: skip
     ladder = Ladder(P, interval, anchor)
@@ -176,6 +177,45 @@ def test_a_held_prompt_is_planned_again_once_its_state_is_filed() -> None:
     acknowledge(s, second)
     (chunk,) = next_plan(s).chunks
     assert chunk.read_slot == second.chunks[0].write_slot != chunk.write_slot
+
+
+def test_a_long_prompt_that_is_held_is_still_one_of_the_long_ones() -> None:
+    """No second one starts beside it, and short ones do."""
+    s = scheduler(mode=Mode.FORK_HOLD, inflight=3, budget=16, anchor=False, short=8)
+    submit(s, 1, 60)
+    plan = next_plan(s)
+    assert s.n_held == 1
+    submit(s, 2, 60, own=60)
+    assert s.plan(0.0) is None
+    submit(s, 3, 7, own=7)
+    assert [c.key for c in next_plan(s).chunks] == [3]
+    acknowledge(s, plan)
+
+
+class Chain(tuple[bytes, ...]):
+    """Hashes that count how often they are read."""
+
+    n_reads = 0
+
+    def __getitem__(self, at):
+        Chain.n_reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("n_waiting", [9, 60])
+def test_a_plan_looks_up_as_many_waiting_long_prompts_as_could_run_whatever_waits(
+    n_waiting: int,
+) -> None:
+    """Each of them finds nothing, which is one read; a short prompt behind them all still passes."""
+    s = scheduler(budget=16, inflight=3, short=8, queue=99, n_pages=999)
+    for key in range(1, n_waiting + 2):
+        tokens = range(1000 * key, 1000 * key + 60)
+        s.submit(key, 60, 0.0, chain=Chain(page_hashes(ROOT, tokens, P)))
+    assert [c.key for c in next_plan(s).chunks] == [1]
+    submit(s, 999, 7, own=7)
+    Chain.n_reads = 0
+    assert [c.key for c in next_plan(s).chunks] == [1, 999]
+    assert 0 < Chain.n_reads <= 4 + 2, "beside the one that runs: its states are filed by hash"
 
 
 def test_a_hold_ends_when_its_owner_leaves() -> None:
