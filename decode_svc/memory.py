@@ -195,7 +195,7 @@ class CachedMemory:
         return self._cache.page_counts()
 
     def slot_counts(self) -> SlotCounts:
-        """State slots by state: those that requests write, and all others that can be had."""
+        """State slots by state: those that requests write, and all others, checkpoints and pinned ones too."""
         counts = self._cache.slot_counts()
         return SlotCounts(counts.total, counts.total - counts.held, counts.held, 0)
 

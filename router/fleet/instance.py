@@ -205,7 +205,8 @@ class Instance:
         assert self.snapshot is not None
         identity, load = self.identity, self.snapshot.load
         is_decode = self.role is Role.DECODE
-        slots = load.state_slots_total - load.state_slots_used - load.state_slots_quarantined
+        taken = load.state_slots_used + load.state_slots_quarantined + load.state_slots_pinned
+        slots = load.state_slots_total - taken
         if is_decode:
             slots = min(slots, identity.max_rows - load.rows_used)
         return InstanceView(

@@ -167,6 +167,18 @@ async def test_what_was_sent_counts_until_the_snapshot_has_it(
     assert instance.in_flight == 0
 
 
+async def test_state_slots_that_plans_in_flight_read_or_fill_are_not_free(
+    registry: Registry, decode: FakeEngine
+) -> None:
+    instance = registry.add(Role.DECODE, decode.address)
+    await reached(instance, InstanceState.READY)
+    total = instance.view().slots_free
+    fields = ("state_slots_pinned", "state_slots_checkpoint", "state_slots_quarantined")
+    decode.change(**dict(zip(fields, (2, 1, 3), strict=True)))
+    await until(lambda: instance.view().slots_free != total, "the snapshot")
+    assert instance.view().slots_free == total + 1 - 5, "one slot more than rows, five taken"
+
+
 async def test_nothing_runs_after_stop(decode: FakeEngine) -> None:
     channels = ChannelPool()
     registry = Registry(
