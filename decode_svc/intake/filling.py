@@ -35,7 +35,7 @@ from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import prefill_pb2
 
 BACKOFF_S = 0.05
-MAX_DEATHS = 2  # a request that took two instances down is not tried a third time
+MAX_DEATHS = 2  # a request under which two instances died is not tried on a third one
 MAX_RECONNECTS = 2  # per candidate
 
 log = logging.getLogger("k3.decode.intake")
@@ -226,8 +226,8 @@ class Filling:
                     parts.metrics.transfer.leases_expired.inc()
             if attempt.committed:
                 raise TransferError(f"lost after the first token: {error}") from error
-            if isinstance(error, PrefillLost) and attempt.accepted:
-                self._deaths += 1
+            if isinstance(error, PrefillLost | GroupFailed) and attempt.accepted:
+                self._deaths += 1  # the process is gone, or its ranks are: whoever was to blame
             self._retire(attempt, error)
             if isinstance(error, RequestRejected) and attempt.accepted:
                 raise TransferError(f"prefill refused what we sent: {error}") from error

@@ -75,7 +75,7 @@ class Trace:
     queue_s: float = 0.0  # in the router's queue
     pair_s: float = 0.0  # choosing
     n_calls: int = 0
-    n_deaths: int = 0
+    n_deaths: int = 0  # decode instances lost, process or ranks, after they took it on board
     failed_candidates: list[str] = field(default_factory=list[str])
     failed_reasons: list[str] = field(default_factory=list[str])
 
@@ -303,8 +303,6 @@ class _Call:
         is_transport = ERROR_CODE not in names
         if isinstance(error, Unavailable | RequestAborted) and is_transport:
             # Nobody at decode said so: the connection or the process is gone.
-            if self._is_admitted:
-                self._trace.n_deaths += 1
             log.warning(
                 "decode instance lost with a request on board",
                 extra={
@@ -315,6 +313,7 @@ class _Call:
             )
             error = GroupFailed(f"decode instance {self._decode.instance_id} was lost")
         is_lost = isinstance(error, GroupFailed) and error.code != POISON
+        self._trace.n_deaths += is_lost and self._is_admitted
         if is_lost or (is_transport and not isinstance(error, DeadlineExceeded)):
             self._verdict(lambda name: self._registry.failed(name, error.code))
         return error

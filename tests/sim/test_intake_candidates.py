@@ -6,6 +6,7 @@ Every story ends with `settle`: pages, slots and rows are back, nothing is in qu
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -132,10 +133,26 @@ def test_a_refused_connection_proves_the_process_dead_after_five_seconds() -> No
     play(story)
 
 
-def test_two_lost_instances_end_the_request_without_a_third() -> None:
+def process_dies(call: Call) -> None:
+    call.die()
+
+
+def ranks_die(call: Call) -> None:
+    call.end(GroupFailed("rank 1 of prefill is lost"))
+
+
+@pytest.mark.parametrize(
+    "ends", [(process_dies, process_dies), (ranks_die, process_dies), (ranks_die, ranks_die)]
+)
+def test_two_lost_instances_end_the_request_without_a_third(
+    ends: tuple[Callable[[Call], None], ...],
+) -> None:
+    """The process is gone, or its front says that the ranks are."""
+    waiting = list(ends)
+
     async def die(call: Call) -> None:
         await call.accept()
-        call.die()
+        waiting.pop(0)(call)
 
     async def story(world: World) -> None:
         world.scripts = {address: [die] for address in ("a:1", "b:1", "c:1")}
@@ -145,6 +162,19 @@ def test_two_lost_instances_end_the_request_without_a_third() -> None:
         assert isinstance(end.error, GroupFailed)
         assert end.error.code == "poison_request"
         assert [call.address for call in world.calls] == ["a:1", "b:1"]
+        await world.settle()
+
+    play(story)
+
+
+def test_an_instance_that_dies_before_it_takes_the_request_does_not_count() -> None:
+    async def die(call: Call) -> None:
+        await call.wait_for("start")
+        ranks_die(call)
+
+    async def story(world: World) -> None:
+        world.scripts |= {address: [die] for address in ("a:1", "b:1")}
+        assert len(tokens(await world.drain(world.generate("a:1", "b:1", "c:1")))) == 4
         await world.settle()
 
     play(story)

@@ -80,8 +80,15 @@ async def test_another_decode_is_tried_when_one_goes_down_and_cancels_its_calls(
         assert answer.json()["choices"][0]["text"] == "a"
 
 
-async def test_a_request_that_saw_two_instances_die_is_poison(folder: ModelFolder) -> None:
-    decodes = pair_of_decodes([0.0, CUT], [0.0, CUT])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(CUT, CUT), (GroupFailed("a rank died"), CUT), (GroupFailed("a rank died"),) * 2],
+    ids=["processes", "ranks, then a process", "ranks"],
+)
+async def test_a_request_that_saw_two_instances_die_is_poison(
+    folder: ModelFolder, first: Any, second: Any
+) -> None:
+    decodes = pair_of_decodes([0.0, first], [0.0, second])
     async with running_router(folder, decodes=decodes) as router:
         await until(lambda: len(router.router.serving.registry.decode_views()) == 2)
         answer = await router.client.post(TEXT, json=BODY)
