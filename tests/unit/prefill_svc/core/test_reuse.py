@@ -219,11 +219,14 @@ def test_a_plan_looks_up_as_many_waiting_long_prompts_as_could_run_whatever_wait
 
 
 def test_a_hold_ends_when_its_owner_leaves() -> None:
-    """[13] Nothing of it is left behind, and others are planned."""
+    """[13] At once, though its chunk is in flight: nothing of it is left behind, and others are planned."""
     s = scheduler(mode=Mode.FORK_HOLD, inflight=3, budget=16, anchor=False)
     submit(s, 1, 60)
     plan = next_plan(s)
+    left = s.request(1)
+    assert left.is_held
     s.abort(1)
+    assert not left.is_held
     assert s.n_held == 0
     s.release(1)
     submit(s, 2, 5)
