@@ -118,8 +118,8 @@ class LatentAttention:
         self.q_norm = weights.take(f"{prefix}q_a_layernorm.weight")
         self.q_b = ops.projection(weights.take(f"{prefix}q_b_proj.weight", shard=shard))
         up = weights.take(f"{prefix}kv_b_proj.weight", shard=shard)
-        up_HEC = up.view(self.n_heads, attention.nope_dim + attention.v_dim, -1)
-        self.k_up_HNC, self.v_up_HVC = up_HEC.split((attention.nope_dim, attention.v_dim), 1)
+        self.up_HEC = up.view(self.n_heads, attention.nope_dim + attention.v_dim, -1)
+        self.k_up_HNC, self.v_up_HVC = self.up_HEC.split((attention.nope_dim, attention.v_dim), 1)
         self.o = ops.projection(weights.take(f"{prefix}o_proj.weight", axis=1, shard=shard))
 
     def __call__(

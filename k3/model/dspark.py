@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from k3_kernels import layers
 from k3_kernels.api import DenseOps
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -98,14 +99,32 @@ class DraftLayer:
         self.down = ops.projection(down)
         prefix += "self_attn."
         self.attention: LatentAttention | HeadAttention
+        self.block: layers.DraftBlock | None = None
         match spec.attention:
             case MlaDraft() as attention:
-                self.attention = LatentAttention(spec, attention, shard, ops, weights, prefix)
+                own = LatentAttention(spec, attention, shard, ops, weights, prefix)
+                self.attention = own
+                assert isinstance(rows, LatentRows), "rows are of the attention's flavour"
+                if comm.size == 1:
+                    self.block = layers.draft_block(ops, self._whole(spec, own, rows))
             case GqaDraft() as attention:
                 self.attention = HeadAttention(spec, attention, shard, ops, weights, prefix)
 
+    def _whole(
+        self, spec: DraftSpec, attention: LatentAttention, rows: LatentRows
+    ) -> layers.DraftLayer:
+        return layers.DraftLayer(
+            *(self.input_norm, attention.q_a, attention.q_norm, attention.q_b),
+            *(rows.down, rows.norm, attention.up_HEC),
+            *(attention.spec.nope_dim, attention.spec.rope_dim, attention.scale),
+            *(spec.rope.is_interleaved, attention.o),
+            *(self.mlp_norm, self.gate_up, self.down, self.eps),
+        )
+
     def __call__(self, x_BKD: Tensor, turn_BK: Turn, context: LayerRows) -> Tensor:
         """The residual after this layer."""
+        if self.block is not None and x_BKD.shape[:2].numel() <= self.block.most_tokens:
+            return self.block(x_BKD, turn_BK.cos, turn_BK.sin, context.values, context.seen_BM)
         h = self.ops.rms_norm(x_BKD, self.input_norm, self.eps)
         own = self.rows(h, turn_BK)
         x = x_BKD + self.comm.all_reduce(self.attention(h, own, turn_BK, context))
@@ -125,6 +144,10 @@ class SequentialHead:
         if name is not None:
             self.mixer = weights.take(f"markov_head.{name}.weight", dtype=acc)
             self.mixer_bias = weights.take(f"markov_head.{name}.bias", dtype=acc)
+
+        self.best: layers.DraftTokens | None = None
+        if name is None:
+            self.best = layers.draft_tokens(ops, layers.DraftHead(self.table_VR, self.out))
 
     def start(self, n: int) -> Tensor:
         """Recurrent state before the first slot, [n, R]."""
@@ -207,6 +230,8 @@ class Drafter:
     def draft(self, hidden_BKD: Tensor, anchor_B: Tensor, choose: Choose | None = None) -> Tensor:
         """As `propose`, from the finished slots of the drafts that are wanted."""
         base_logits = self.head(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
+        if choose is None and self.sequential.best is not None:
+            return self.comm.broadcast(self.sequential.best(base_logits, anchor_B))
         drafts: list[Tensor] = []
         previous, state = anchor_B, self.sequential.start(len(anchor_B))
         for i in range(hidden_BKD.shape[1]):

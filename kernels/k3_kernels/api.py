@@ -342,9 +342,9 @@ def _mix(kda_name: str) -> MixOp:
 def _dense(kda_name: str) -> DenseOps:
     """Like mixing, by the same kernels as KDA."""
     if kda_name == "native":
-        from k3_kernels.cpu.dense import NativeDense
+        from k3_kernels.cpu.draft_ops import NativeDraft
 
-        return NativeDense()
+        return NativeDraft()
     if kda_name != "triton":
         return ReferenceDense()
     from k3_kernels.triton.dense_ops import TritonDense

@@ -1,7 +1,8 @@
 """What a whole layer is made of, for backends that compute one between its norms as one operation.
 
-A backend offers it by a method `block` of its operations; `kda_block`, `mla_block` and `moe_block` ask for it at load and give
-None where there is none: then the model runs the layer's parts one by one. Blocks are for verify groups on one rank.
+A backend offers it by a method `block` of its operations (`draft_block`, `draft_tokens` for a drafter's); `kda_block`,
+`mla_block`, `moe_block` and so on ask for it at load and give None where there is none: then the model runs the layer's
+parts one by one. Blocks are for verify groups and drafts on one rank.
 """
 
 from __future__ import annotations
@@ -67,6 +68,36 @@ class MoeLayer:
     shared_down: Projection | None
 
 
+@dataclass(frozen=True, slots=True)
+class DraftLayer:
+    """Of a drafter with latent attention. entry: D -> latent and shared key. kv_up: [H, N + V, C]."""
+
+    input_norm: Tensor
+    query_down: Projection
+    query_norm: Tensor
+    query_up: Projection
+    entry: Projection
+    latent_norm: Tensor
+    kv_up_HEC: Tensor
+    nope: int
+    rope: int
+    scale: float
+    is_interleaved: bool
+    out: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A drafter's sequential head without a state: table [V, R], out: R -> V."""
+
+    table_VR: Tensor
+    out: Projection
+
+
 class KdaBlock(Protocol):
     """x [T, D] -> what the layer adds, before a sum over ranks; updates the caches."""
 
@@ -99,6 +130,33 @@ class MoeBlock(Protocol):
         ...
 
 
+class DraftBlock(Protocol):
+    """x [B, K, D] -> the residual after the layer."""
+
+    most_tokens: int
+
+    def __call__(
+        self, x_BKD: Tensor, cos: Tensor, sin: Tensor, context_BNW: Tensor, seen_BM: Tensor
+    ) -> Tensor:
+        """[B, K, D]. cos, sin: [B, K, E / 2]. seen_BM: which of the context's rows and own slots are looked at."""
+        ...
+
+
+class DraftTokens(Protocol):
+    """The best drafts from left to right."""
+
+    def __call__(self, logits_BKV: Tensor, anchor_B: Tensor) -> Tensor:
+        """[B, K] int64: of each slot's logits and what the head adds for the token before it."""
+        ...
+
+
+@runtime_checkable
+class _Draft(Protocol):
+    def draft_block(self, layer: DraftLayer) -> DraftBlock | None: ...
+
+    def draft_tokens(self, head: DraftHead) -> DraftTokens | None: ...
+
+
 @runtime_checkable
 class _Kda(Protocol):
     def block(self, layer: KdaLayer) -> KdaBlock | None: ...
@@ -127,3 +185,13 @@ def mla_block(ops: object, layer: MlaLayer) -> MlaBlock | None:
 def moe_block(ops: object, layer: MoeLayer) -> MoeBlock | None:
     """The layer as one operation."""
     return ops.block(layer) if isinstance(ops, _Moe) else None
+
+
+def draft_block(ops: object, layer: DraftLayer) -> DraftBlock | None:
+    """The layer as one operation."""
+    return ops.draft_block(layer) if isinstance(ops, _Draft) else None
+
+
+def draft_tokens(ops: object, head: DraftHead) -> DraftTokens | None:
+    """All drafts of a block as one operation."""
+    return ops.draft_tokens(head) if isinstance(ops, _Draft) else None

@@ -93,3 +93,16 @@ class MoeBlock(ctypes.Structure):
         *((name, c_int64) for name in ("kept_groups", "is_softmax", "renormalize")),
         *((name, c_double) for name in ("scaling", "beta", "linear_beta", "eps")),
     )
+
+
+class DraftBlock(ctypes.Structure):
+    """`src/draft.cpp`."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("query_down", "query_up", "entry", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "query_norm", "latent_norm")),
+        *((name, c_void_p) for name in ("key_up", "value_up", "mlp_norm")),
+        *((name, c_int64) for name in ("heads", "nope", "rope", "rank", "value_dim")),
+        *((name, c_int64) for name in ("head_stride", "is_interleaved")),
+        *((name, c_double) for name in ("scale", "eps")),
+    )

@@ -30,7 +30,7 @@ def are_packed(*projections: Callable[[Tensor], Tensor] | None) -> bool:
     return all(p is None or isinstance(p, NativeProjection) for p in projections)
 
 
-class _Block:
+class NativeBlock:
     """A structure, the layer whose tensors it points to, and the function that reads it."""
 
     most_tokens = FEW_TOKENS
@@ -41,7 +41,7 @@ class _Block:
         self._address = addressof(structure)
 
 
-class NativeKdaBlock(_Block):
+class NativeKdaBlock(NativeBlock):
     """`layers.KdaBlock`."""
 
     def __init__(self, layer: KdaLayer) -> None:
@@ -78,7 +78,7 @@ class NativeKdaBlock(_Block):
             self._pools, self._seen = blocks.KdaPools.of(cache), pools
 
 
-class NativeMlaBlock(_Block):
+class NativeMlaBlock(NativeBlock):
     """`layers.MlaBlock`."""
 
     def __init__(self, layer: MlaLayer) -> None:
@@ -111,7 +111,7 @@ class NativeMlaBlock(_Block):
         return y
 
 
-class NativeMoeBlock(_Block):
+class NativeMoeBlock(NativeBlock):
     """`layers.MoeBlock`."""
 
     def __init__(self, layer: MoeLayer, w13: Packed, w2: Packed) -> None:

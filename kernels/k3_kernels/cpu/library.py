@@ -18,6 +18,8 @@ from k3_kernels.cpu import build
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
+    "k3_draft_block": "pppppiipiiip",
+    "k3_draft_tokens": "pppippiiii",
     "k3_experts": "pippiipipiiiiiddp",
     "k3_attend_chunk": "pippppiiiiiid",
     "k3_gate": "ppipii",

@@ -42,12 +42,17 @@ template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j
 }
 
 template <typename T, bool NARROW, int M, int P>
-static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes, i64 inputs, Vec<T> (&sum)[M][P]) {
+static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes, i64 inputs, bool ahead, Vec<T> (&sum)[M][P]) {
   Vec<T> even[M][P] = {}, odd[M][P] = {};
   const i64 pairs = inputs / 2;
   for (i64 j = 0; j < pairs; ++j)
     for (int p = 0; p < P; ++p) {
       if constexpr (M == 1) __builtin_prefetch(w + p * panel_bytes + 64 * (NARROW ? j : 2 * j) + AHEAD);
+      else if (ahead) {
+        const char* next = w + (p + P) * panel_bytes + 64 * (NARROW ? j : 2 * j);
+        __builtin_prefetch(next);
+        if (!NARROW) __builtin_prefetch(next + 64);
+      }
       Vec<T> a, b;
       load_pair<T, NARROW>(w + p * panel_bytes, j, a, b);
       for (int m = 0; m < M; ++m) {
@@ -71,9 +76,9 @@ static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes
 }
 
 template <typename T, bool NARROW, int M, int P>
-static inline void tile_out(const T* x, i64 x_stride, const Matrix<T>& w, i64 panel, T* y, i64 y_stride) {
+static inline void tile_out(const T* x, i64 x_stride, const Matrix<T>& w, i64 panel, bool ahead, T* y, i64 y_stride) {
   Vec<T> sum[M][P];
-  tile<T, NARROW, M, P>(x, x_stride, w.panel(panel), w.panel_bytes(), w.inputs, sum);
+  tile<T, NARROW, M, P>(x, x_stride, w.panel(panel), w.panel_bytes(), w.inputs, ahead, sum);
   for (int p = 0; p < P; ++p) {
     const i64 at = (panel + p) * w.lanes, left = w.outputs - at;
     for (int m = 0; m < M; ++m)
@@ -86,13 +91,13 @@ template <typename T, bool NARROW, int P>
 static inline void tokens_of(const T* x, i64 x_stride, const Matrix<T>& w, i64 panel, T* y, i64 y_stride, i64 tokens) {
   i64 t = 0;
   for (; t + TOKENS_AT_ONCE <= tokens; t += TOKENS_AT_ONCE)
-    tile_out<T, NARROW, TOKENS_AT_ONCE, P>(x + t * x_stride, x_stride, w, panel, y + t * y_stride, y_stride);
+    tile_out<T, NARROW, TOKENS_AT_ONCE, P>(x + t * x_stride, x_stride, w, panel, t == 0, y + t * y_stride, y_stride);
   x += t * x_stride;
   y += t * y_stride;
-  if (tokens - t == 1) tile_out<T, NARROW, 1, P>(x, x_stride, w, panel, y, y_stride);
+  if (tokens - t == 1) tile_out<T, NARROW, 1, P>(x, x_stride, w, panel, t == 0, y, y_stride);
   if constexpr (TOKENS_AT_ONCE > 2) {
-    if (tokens - t == 2) tile_out<T, NARROW, 2, P>(x, x_stride, w, panel, y, y_stride);
-    if (tokens - t == 3) tile_out<T, NARROW, 3, P>(x, x_stride, w, panel, y, y_stride);
+    if (tokens - t == 2) tile_out<T, NARROW, 2, P>(x, x_stride, w, panel, t == 0, y, y_stride);
+    if (tokens - t == 3) tile_out<T, NARROW, 3, P>(x, x_stride, w, panel, t == 0, y, y_stride);
   }
 }
 

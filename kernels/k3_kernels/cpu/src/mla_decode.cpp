@@ -2,67 +2,8 @@
 // Keys come in blocks that stay in the cache closest to the core while all queries of a row meet them. A query's blocks
 // begin at key 0, so its result depends on nothing but its own keys. Keys beyond a bound are neither weighed nor added.
 #include "arena.h"
+#include "attend.h"
 #include "gemm.h"
-#include "rows.h"
-
-namespace {
-
-constexpr i64 BLOCK = 64;  // keys
-
-// One query: running maximum and sum of exponentials beside its unnormalised output.
-template <typename T> struct Running {
-  T peak = -std::numeric_limits<T>::infinity(), total = 0;
-};
-
-// o += sum over the keys of p key[0 .. n).
-template <typename T> inline void add_values(const T* p, const T* const* keys, i64 n_keys, T* o, i64 n) {
-  constexpr i64 L = Lanes<T>::n;
-  i64 i = 0;
-  for (; i + 4 * L <= n; i += 4 * L) {
-    Vec<T> a = load(o + i), b = load(o + i + L), c = load(o + i + 2 * L), d = load(o + i + 3 * L);
-    for (i64 j = 0; j < n_keys; ++j) {
-      const T* k = keys[j] + i;
-      a += load(k) * p[j], b += load(k + L) * p[j], c += load(k + 2 * L) * p[j], d += load(k + 3 * L) * p[j];
-    }
-    store(o + i, a), store(o + i + L, b), store(o + i + 2 * L, c), store(o + i + 3 * L, d);
-  }
-  over<T>(n - i, o + i, [&](auto at) {
-    Vec<T> acc = at(o + i);
-    for (i64 j = 0; j < n_keys; ++j) acc += at(keys[j] + i) * p[j];
-    return acc;
-  });
-}
-
-template <typename T>
-inline void meet(const T* q, const T* const* keys, i64 n_keys, i64 width, i64 value_width, T scale, Running<T>& now, T* o) {
-  constexpr i64 L = Lanes<T>::n;
-  alignas(64) T p[BLOCK];
-  constexpr T nothing = -std::numeric_limits<T>::infinity();
-  T peak = now.peak;
-  for (i64 j = 0; j < n_keys; j += L) {
-    store(p + j, dots(q, keys + j, width) * scale);
-    for (i64 i = 0; i < L; ++i)
-      if (j + i >= n_keys) p[j + i] = nothing;
-    Vec<T> s = load(p + j);
-    for (i64 i = 0; i < L; ++i) peak = s[i] > peak || s[i] != s[i] ? s[i] : peak;
-  }
-  if (peak != now.peak) {
-    const T shrink = std::exp(now.peak - peak);
-    now.total *= shrink;
-    over<T>(value_width, o, [&](auto at) { return at(o) * shrink; });
-    now.peak = peak;
-  }
-  Vec<T> total{};
-  for (i64 j = 0; j < n_keys; j += L) {
-    const Vec<T> e = vexp<T>(load(p + j) - peak);
-    total += e;
-    store(p + j, e);
-  }
-  now.total += sum<T>(total);
-  add_values(p, keys, n_keys, o, value_width);
-}
-
-}  // namespace
 
 // Strides in values. table: [rows, >= pages of the largest bound]. bound: [rows * group]. o: [tokens, H, value_width].
 template <typename T>
@@ -94,10 +35,8 @@ static void k3_mla_decode(const T* q, i64 token_stride, i64 head_stride, const T
       }
     }
     for (i64 i = 0; i < queries; ++i) {
-      const T total = running[i].total, inverse = total > 0 || total != total ? T(1) / total : T(0);
-      T* own = o + i * value_width;
-      over<T>(value_width, own, [&](auto at) { return at(own) * inverse; });
-      lse[i] = running[i].peak + std::log(total);
+      finish(running[i], o + i * value_width, value_width);
+      lse[i] = running[i].peak + std::log(running[i].total);
     }
   }
 }
@@ -134,15 +73,14 @@ template <typename T>
 static void k3_mla_block(const MlaBlock<T>* m, const T* x, i64 stride, T* cache, i64 page_stride, i64 key_stride, const i64* slot,
                          const std::int32_t* table, i64 table_stride, const std::int32_t* bound, i64 page_tokens, i64 rows, i64 group,
                          T* y) {
-  constexpr i64 L = Lanes<T>::n;
   const i64 tokens = rows * group, entered = m->entry.outputs, width = m->rank + m->rope, head = m->nope + m->rope;
   const i64 n_values = m->heads * m->value_dim;
   Arena arena(1);
   arena.reserve<T>(aligned<T>(tokens * entered) + aligned<T>(tokens * m->heads * head) + aligned<T>(tokens * m->heads * width) +
-                   aligned<T>(tokens * m->heads * m->rank) + aligned<T>(tokens * m->heads) + aligned<T>(tokens * n_values + L));
+                   aligned<T>(tokens * m->heads * m->rank) + aligned<T>(tokens * m->heads) + aligned<T>(tokens * n_values));
   T *all = arena.take<T>(tokens * entered), *query = arena.take<T>(tokens * m->heads * head);
   T *absorbed = arena.take<T>(tokens * m->heads * width), *o = arena.take<T>(tokens * m->heads * m->rank);
-  T *lse = arena.take<T>(tokens * m->heads), *values = arena.take<T>(tokens * n_values + L);
+  T *lse = arena.take<T>(tokens * m->heads), *values = arena.take<T>(tokens * n_values);
   multiply(x, stride, m->entry, all, entered, tokens);
   for (i64 t = 0; t < tokens; ++t) {
     T* row = all + t * entered;
@@ -156,25 +94,15 @@ static void k3_mla_block(const MlaBlock<T>* m, const T* x, i64 stride, T* cache,
       const T* q = (m->query_up.data ? query + t * m->heads * head : all + t * entered + width) + h * head;
       T* to = absorbed + (t * m->heads + h) * width;
       const T* up = m->key_up + h * m->head_stride;
-      over<T>(m->rank, to, [&](auto at) {
-        Vec<T> even{}, odd{};
-        i64 n = 0;
-        for (; n + 2 <= m->nope; n += 2) even += at(up + n * m->rank) * q[n], odd += at(up + (n + 1) * m->rank) * q[n + 1];
-        if (n < m->nope) even += at(up + n * m->rank) * q[n];
-        return even + odd;
-      });
+      absorb(q, up, m->nope, m->rank, to);
       std::memcpy(to + m->rank, q + m->nope, m->rope * sizeof(T));
     }
   k3_mla_decode(absorbed, m->heads * width, width, cache, page_stride, key_stride, table, table_stride, bound, o, lse, rows, group,
                 m->heads, width, m->rank, page_tokens, m->scale);
   for (i64 t = 0; t < tokens; ++t) {
     for (i64 h = 0; h < m->heads; ++h)
-      for (i64 v = 0; v < m->value_dim; v += L) {
-        const T* up[L];
-        for (i64 j = 0; j < L; ++j) up[j] = m->value_up + h * m->head_stride + (v + j < m->value_dim ? v + j : v) * m->rank;
-        const i64 left = m->value_dim - v < L ? m->value_dim - v : L;
-        store_part(values + t * n_values + h * m->value_dim + v, dots(o + (t * m->heads + h) * m->rank, up, m->rank), left);
-      }
+      expand(o + (t * m->heads + h) * m->rank, m->value_up + h * m->head_stride, m->value_dim, m->rank,
+             values + t * n_values + h * m->value_dim);
     if (m->has_gate) {
       const T* gate = all + t * entered + width + m->query_width;
       T* own = values + t * n_values;

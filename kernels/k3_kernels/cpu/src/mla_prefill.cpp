@@ -17,7 +17,7 @@ constexpr i64 ROWS = 2, COLUMNS = 2;
 #endif
 
 struct Aligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t(64)); }
+  void operator()(void* p) const { ::operator delete[](p, std::align_val_t(64)); }
 };
 template <typename T> using Piece = std::unique_ptr<T[], Aligned>;
 template <typename T> Piece<T> piece(i64 n) {

@@ -1,0 +1,95 @@
+"""A drafter's steps as few calls: a whole layer of its block, all greedy drafts. Rules: `k3.model.dspark`.
+
+For latent attention and heads without a state; other drafters are computed part by part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3_kernels.cpu import blocks
+from k3_kernels.cpu.calls import pair, rows
+from k3_kernels.cpu.dense import NativeDense
+from k3_kernels.cpu.layer_ops import NativeBlock, are_packed, packed
+from k3_kernels.layers import DraftHead, DraftLayer
+
+
+class NativeDraft(NativeDense):
+    """`api.DenseOps`, and a drafter's layers and head."""
+
+    def draft_block(self, layer: DraftLayer) -> NativeDraftBlock | None:
+        """One call for a layer, where its projections are packed."""
+        queries = (layer.query_down, layer.query_up)
+        if not are_packed(*queries, layer.entry, layer.out, layer.gate_up, layer.down):
+            return None
+        return NativeDraftBlock(layer)
+
+    def draft_tokens(self, head: DraftHead) -> NativeDraftTokens | None:
+        """One call for the drafts of a block, where the head's output is packed."""
+        return NativeDraftTokens(head) if are_packed(head.out) else None
+
+
+class NativeDraftBlock(NativeBlock):
+    """`layers.DraftBlock`."""
+
+    def __init__(self, layer: DraftLayer) -> None:
+        """Raises LibraryError."""
+        up, nope = layer.kv_up_HEC, layer.nope
+        heads, both, rank = up.shape
+        assert up.is_contiguous(), f"up-projections: strides {up.stride()}"
+        queries = (layer.query_down, layer.query_up)
+        matrices = map(packed, (*queries, layer.entry, layer.out, layer.gate_up, layer.down))
+        norms = (layer.input_norm, layer.query_norm, layer.latent_norm)
+        structure = blocks.DraftBlock(
+            *(blocks.Matrix.of(matrix) for matrix in matrices),
+            *(norm.data_ptr() for norm in norms),
+            *(up.data_ptr(), up[:, nope:].data_ptr(), layer.mlp_norm.data_ptr()),
+            *(heads, nope, layer.rope, rank, both - nope, up.stride(0)),
+            *(layer.is_interleaved, layer.scale, layer.eps),
+        )
+        super().__init__("k3_draft_block", structure, layer, up)
+
+    def __call__(
+        self, x_BKD: Tensor, cos: Tensor, sin: Tensor, context_BNW: Tensor, seen_BM: Tensor
+    ) -> Tensor:
+        """[B, K, D]."""
+        x, context = x_BKD.contiguous(), rows(context_BNW)
+        n_rows, group, _ = x.shape
+        for name, other in (("context", context), ("cosines", cos), ("sines", sin)):
+            assert other.dtype == x.dtype, f"{name} {other.dtype}, inputs {x.dtype}"
+        y, cos, sin, seen = torch.empty_like(x), cos.contiguous(), sin.contiguous(), rows(seen_BM)
+        assert seen.shape == (n_rows, context.shape[1] + group), f"seen: {tuple(seen.shape)}"
+        self._call(
+            *(self._address, x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(context.data_ptr(), context.stride(0), context.stride(1)),
+            *(seen.contiguous().data_ptr(), context.shape[1], n_rows, group, y.data_ptr()),
+        )
+        return y
+
+
+class NativeDraftTokens:
+    """`layers.DraftTokens`."""
+
+    def __init__(self, head: DraftHead) -> None:
+        """Raises LibraryError."""
+        self._table = head.table_VR.contiguous()
+        matrix = packed(head.out)
+        assert matrix is not None, "the output of the head is packed"
+        assert matrix.outputs == len(self._table), (
+            f"{matrix.outputs} outputs, {len(self._table)} rows"
+        )
+        self._out = matrix
+        self._call = pair("k3_draft_tokens")[self._table.dtype]
+
+    def __call__(self, logits_BKV: Tensor, anchor_B: Tensor) -> Tensor:
+        """[B, K] int64."""
+        logits, out, table = logits_BKV.contiguous(), self._out, self._table
+        assert logits.dtype == table.dtype, f"logits {logits.dtype}, head {table.dtype}"
+        drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
+        anchor = anchor_B.contiguous()
+        self._call(
+            *(logits.data_ptr(), table.data_ptr(), out.data.data_ptr(), out.is_narrow),
+            *(anchor.data_ptr(), drafts.data_ptr(), *logits.shape, table.shape[1]),
+        )
+        return drafts
