@@ -49,6 +49,11 @@ class Deployment(deployment.Deployment):
         bound = self.config.schedule.local_prefill_max
         return self.config.model.max_model_len if is_alone else bound
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether prompts computed here reuse what earlier ones left."""
+        return computes_prompts(self.config) and assembly.has_cache(self.config)
+
     def prompts(self, on_event: OnEvent = unheard) -> PrefillScheduler | None:
         """A scheduler of prompts computed here, None where there are none; under `role: both` memory is its cache's."""
         if not computes_prompts(self.config):

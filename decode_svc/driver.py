@@ -17,6 +17,7 @@ from k3.rpc.client import ChannelPool
 from k3.rpc.ops import Answer, problem
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import decode_pb2, plan_pb2
+from prefill_svc.cache_log import CacheLog
 
 log = logging.getLogger("k3.decode")
 
@@ -68,8 +69,11 @@ class DecodeEngine(GroupEngine[Incarnation]):
 
     def flush_cache(self) -> tuple[int, int]:
         """Pages and checkpoints dropped; there are some only where prompts are computed here."""
-        local = self.life().local
-        return (0, 0) if local is None else local.flush_cache()
+        return self.life().flush_cache()
+
+    def cache_feed(self) -> CacheLog | None:
+        """Events of the current life; None without one, or without a prefix cache."""
+        return None if self._life is None else self._life.cache_log
 
     async def stop(self) -> None:
         """End every request, all ranks and the channels. Idempotent."""

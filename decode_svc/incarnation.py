@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from decode_svc.caller import Caller
 from decode_svc.deployment import Deployment
@@ -24,6 +24,8 @@ from k3.errors import K3Error
 from k3.rank.lives import Ranks
 from k3.telemetry.metrics import DecodeMetrics
 from k3.v1 import instance_pb2, plan_pb2, prefill_pb2
+from prefill_svc.cache_log import CacheLog
+from prefill_svc.core.cache_events import unheard
 
 log = logging.getLogger("k3.decode")
 
@@ -51,7 +53,8 @@ class Incarnation:
         on_change: Callable[[], None],
     ) -> None:
         self.instance_id = instance_id
-        prompts = deployment.prompts()
+        self.cache_log = CacheLog(instance_id, self._cached) if deployment.has_cache else None
+        prompts = deployment.prompts(self.cache_log.hear if self.cache_log else unheard)
         self.scheduler = deployment.scheduler(prompts)
         self.local = None
         if prompts is not None:
@@ -282,6 +285,17 @@ class Incarnation:
                 raise self.intake.crash
             if self.intake.needs_fence(cap):
                 await self.intake.fence()
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Drop every page and checkpoint nobody uses now; returns how many of each, none without a cache."""
+        dropped = (0, 0) if self.local is None else self.local.prompts.cache.flush()
+        self._changed()
+        return dropped
+
+    def _cached(self) -> tuple[Collection[bytes], Collection[bytes]]:
+        assert self.local is not None
+        cache = self.local.prompts.cache
+        return cache.pages(), cache.checkpoints()
 
     def _changed(self) -> None:
         self._may_plan.set()

@@ -143,10 +143,6 @@ class LocalPrefill:
             self._metrics.spec.bootstrap.labels("local").inc()
         self._decode.filled(request)
 
-    def flush_cache(self) -> tuple[int, int]:
-        """Drop every page and checkpoint nobody uses now; returns how many of each."""
-        return self.prompts.cache.flush()
-
     def _count(self) -> None:
         """Pass on by how much the cache's own counters grew."""
         totals = self.prompts.cache.totals()

@@ -115,7 +115,7 @@ def _show(serving: Serving) -> None:
         shown.instance_in_flight.labels(instance.instance_id).set(instance.in_flight)
         value = CIRCUIT_VALUES[instance.circuit.state(now)]
         shown.circuit_state.labels(instance.instance_id).set(value)
-        if instance.role is Role.PREFILL:
+        if instance.role is Role.PREFILL or instance.cache.is_there:
             is_stale = not instance.is_cache_known(now)
             shown.cache_stale.labels(instance.instance_id).set(is_stale)
             shown.cache_pages.labels(instance.instance_id).set(instance.cache.n_pages)

@@ -363,8 +363,8 @@ class FleetConfig:
     decodes: tuple[str, ...] = key((), "decode instances, host:port")
     policy: str = key(
         "least_load",
-        "choice of decode; session: by X-Session-Affinity, prefix: by the first tokens",
-        choices=("least_load", "round_robin", "random", "session", "prefix"),
+        "choice of decode; session: by X-Session-Affinity, prefix: by the first tokens; cache_aware: as for prefill",
+        choices=("least_load", "round_robin", "random", "session", "prefix", "cache_aware"),
     )
     prefill_policy: str = key(
         "cache_aware",

@@ -243,8 +243,8 @@ class Lease:
         decode.send(self._demand)
         if prefill is not None:
             prefill.in_flight += 1
-            if need.pages is not None:
-                prefill.routed(need.pages, now)
+        if need.pages is not None:
+            (prefill or decode).routed(need.pages, now)  # decode without one computes the prompt
 
     def admitted(self) -> None:
         """Decode holds the memory: from now on it is in the snapshots."""

@@ -21,7 +21,7 @@ class InstanceView:
 
     group_tokens: tokens a page holds over all ranks (page_tokens * cp). pages_free counts what can be handed out now,
     less what was sent there and is not in a snapshot yet. slots: state slots on decode, bounded by rows. usable_tokens:
-    tokens of the request's prompt that a prefill instance need not compute. local_prefill_max: longest prompt that a
+    tokens of the request's prompt that an instance need not compute. local_prefill_max: longest prompt that a
     decode instance computes itself.
     """
 
@@ -157,7 +157,8 @@ def choose(
 ) -> Pair | NoPair:
     """A pair, or why not. `is_compatible(decode, prefill)` says whether the two can transfer.
 
-    look: a view of a prefill with what takes time to find out; asked only where decode has room.
+    look: a view with what takes time to find out, of instances that could compute the prompt; asked only where decode
+    has room.
     """
     if not decodes:
         return NoPair.NO_DECODE
@@ -175,7 +176,8 @@ def choose(
     roomy = [view for view in paired if can_decode_now(need, view)]
     if not roomy:
         return NoPair.FULL
-    decode = trusted_first(rules.decode, roomy, need)[0]
+    seen = [look(view) if computes(need, view) else view for view in roomy]
+    decode = trusted_first(rules.decode, seen, need)[0]
     if computes(need, decode):
         return Pair(decode, ())
     fitting = [look(view) for view in candidates if is_compatible(decode, view)]

@@ -51,12 +51,19 @@ class CacheAware:
         """Cheapest first."""
         return sorted(
             views,
-            key=lambda view: (
-                max(need.prompt_len - view.usable_tokens, 0) + view.waiting_tokens,
-                view.in_flight,
-                view.instance_id,
-            ),
+            key=lambda view: (_tokens_left(view, need), view.in_flight, view.instance_id),
         )
+
+
+class CacheAwareDecode:
+    """The same among instances that compute their own prompts; `other` decides between equals."""
+
+    def __init__(self, other: Policy) -> None:
+        self._other = other
+
+    def order(self, views: Sequence[InstanceView], need: Need) -> list[InstanceView]:
+        """Cheapest first."""
+        return sorted(self._other.order(views, need), key=lambda view: _tokens_left(view, need))
 
 
 class PowerOfTwo:
@@ -136,6 +143,7 @@ def decode_policies(rng: random.Random) -> Mapping[str, Policy]:
         "random": Random(rng),
         "session": Rendezvous(session_key, base),
         "prefix": Rendezvous(prefix_key, base),
+        "cache_aware": CacheAwareDecode(base),
     }
 
 
@@ -159,6 +167,10 @@ def make_rules(
     """Rules from the names of the configuration, which has checked them."""
     decode = decode_policies(rng)[decode_policy]
     return PairingRules(decode, prefill_policies(rng)[prefill_policy], 1 + max_retries)
+
+
+def _tokens_left(view: InstanceView, need: Need) -> int:
+    return max(need.prompt_len - view.usable_tokens, 0) + view.waiting_tokens
 
 
 def _waiting(view: InstanceView) -> tuple[int, int, str]:

@@ -1,4 +1,4 @@
-"""What a prompt would find in the prefix caches of prefill instances, as far as the router can know.
+"""What a prompt would find in the prefix caches of instances, as far as the router can know.
 
 Exactly, from the events of an instance (`CacheView`): pages count up to the deepest state checkpoint among them.
 Roughly, from the prompts this router sent there (`RoutedPrompts`), when the events of an instance stopped coming.

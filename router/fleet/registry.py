@@ -128,7 +128,7 @@ class Registry:
         return Lease(decode, prefill, need, time.monotonic())
 
     def _cached(self, need: Need) -> Look:
-        """Adds what a prefill instance has of the prompt."""
+        """Adds what an instance has of the prompt."""
         pages, now = need.pages, time.monotonic()
 
         def look(view: InstanceView) -> InstanceView:

@@ -189,12 +189,15 @@ class World:
         early: int = 0,
         role: str = "decode",
         stages: int = 1,
+        prefix: str = "off",
     ) -> None:
         config = EngineConfig(
             role=role,
             parallel=ParallelConfig(pp=stages, pp_remote_kv=role == "decode" and stages > 1),
             model=ModelConfig(str(NANO), "nano", "float64", "cpu", 64),
-            cache=CacheConfig(page_tokens=PAGE_TOKENS, pages=pages, state_slots=rows + 2),
+            cache=CacheConfig(
+                page_tokens=PAGE_TOKENS, pages=pages, state_slots=rows + 2, prefix=prefix
+            ),
             schedule=ScheduleConfig(
                 max_rows=rows, max_queue=max_queue, depth=2, max_early_prefills=early
             ),

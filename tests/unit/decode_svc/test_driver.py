@@ -130,6 +130,29 @@ async def test_a_lost_group_fails_requests_and_starts_anew_under_another_id() ->
     await running
 
 
+@pytest.mark.prefill
+async def test_what_prompts_leave_in_the_cache_is_told_and_flushed() -> None:
+    """Nothing was computed yet; a flush is an event all the same."""
+    cache = CacheConfig(page_tokens=4, pages=12, state_slots=6, prefix="on")
+    stage = Stage(replace(CONFIG, role="both", cache=cache))
+    assert stage.engine.cache_feed() is None
+    await stage.engine.start(lambda *_: None)
+    feed = stage.engine.cache_feed()
+    assert feed is not None
+    assert feed.instance_id == stage.engine.describe().instance_id
+    assert stage.engine.flush_cache() == (0, 0)
+    assert feed.seq == 1
+    await stage.engine.stop()
+
+
+async def test_decode_without_a_cache_tells_of_none() -> None:
+    stage = Stage()
+    await stage.engine.start(lambda *_: None)
+    assert stage.engine.cache_feed() is None
+    assert stage.engine.flush_cache() == (0, 0)
+    await stage.engine.stop()
+
+
 async def test_restarts_are_used_up_in_the_end() -> None:
     stage = Stage()
     await stage.engine.start(lambda *_: None)

@@ -182,6 +182,25 @@ def test_what_decode_computes_itself_needs_no_prefill_instance() -> None:
 
 
 @pytest.mark.prefill
+def test_of_instances_that_compute_the_prompt_the_one_with_most_of_it_cached_is_chosen() -> None:
+    """Others have nothing that could be looked at."""
+    rules = make_rules("cache_aware", "cache_aware", 2, random.Random(1))
+    alone = replace(DECODE, local_prefill_max=DECODE.max_model_len)
+    decodes = [replace(alone, instance_id=f"alone-{n}") for n in range(3)]
+    plain = replace(DECODE, instance_id="plain")
+    seen: list[str] = []
+
+    def look(view: InstanceView) -> InstanceView:
+        seen.append(view.instance_id)
+        return replace(view, usable_tokens=16 if view.instance_id == "alone-1" else 0)
+
+    pair = choose(NEED, [PREFILL], [plain, *decodes], rules, same_layout, look)
+    assert isinstance(pair, Pair)
+    assert (pair.decode.instance_id, pair.prefills) == ("alone-1", ())
+    assert seen == ["alone-0", "alone-1", "alone-2"]
+
+
+@pytest.mark.prefill
 def test_prompts_beyond_the_bound_of_decode_go_to_a_prefill_instance() -> None:
     short = replace(DECODE, local_prefill_max=NEED.prompt_len)
     pair = pick(decodes=[short])

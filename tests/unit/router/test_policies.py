@@ -50,6 +50,25 @@ def test_a_tie_goes_to_fewer_in_flight() -> None:
     assert first("cache_aware", views, need()) == "p1"
 
 
+@pytest.mark.parametrize(
+    ("usable", "waiting", "running", "expected"),
+    [
+        ((0, 64), (0, 0), (0, 3), "p1"),
+        ((0, 64), (0, 65), (0, 3), "p0"),
+        ((0, 0), (7, 7), (3, 0), "p1"),  # nothing to choose between them: the less loaded one
+    ],
+)
+def test_decode_that_computes_prompts_is_chosen_by_its_cache_and_then_by_its_load(
+    usable: tuple[int, int], waiting: tuple[int, int], running: tuple[int, int], expected: str
+) -> None:
+    views = [
+        replace(view, usable_tokens=u, waiting_tokens=w, running=r, max_rows=4)
+        for view, u, w, r in zip(MANY, usable, waiting, running, strict=False)
+    ]
+    policy = decode_policies(random.Random(RNG_SEED))["cache_aware"]
+    assert policy.order(views, need())[0].instance_id == expected
+
+
 @pytest.mark.parametrize("policy", sorted(prefill_policies(random.Random(0))))
 def test_every_prefill_policy_orders_all_instances(policy: str) -> None:
     first(policy, MANY, need("a session"))
