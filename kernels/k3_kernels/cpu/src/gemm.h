@@ -18,10 +18,12 @@ template <typename T> struct Matrix {  // blocks.Matrix
   i64 bytes() const { return panels() * panel_bytes(); }
 };
 
+// Tokens that meet a panel at once: many, so that a weight is unpacked once for all of them (0: never), or fewer and two
+// panels. As many sums as there are registers for.
 #ifdef __AVX512F__
-constexpr int TOKENS_AT_ONCE = 4, PANELS_AT_ONCE = 2;
+constexpr int MANY_TOKENS = 8, TOKENS_AT_ONCE = 4, PANELS_AT_ONCE = 2;
 #else
-constexpr int TOKENS_AT_ONCE = 2, PANELS_AT_ONCE = 1;
+constexpr int MANY_TOKENS = 0, TOKENS_AT_ONCE = 2, PANELS_AT_ONCE = 1;
 #endif
 
 // Bytes ahead that are asked for while one token meets its weights: reading them is all there is to do.
@@ -90,6 +92,10 @@ static inline void tile_out(const T* x, i64 x_stride, const Matrix<T>& w, i64 pa
 template <typename T, bool NARROW, int P>
 static inline void tokens_of(const T* x, i64 x_stride, const Matrix<T>& w, i64 panel, T* y, i64 y_stride, i64 tokens) {
   i64 t = 0;
+  if constexpr (MANY_TOKENS > 0)
+    for (; t + MANY_TOKENS <= tokens; t += MANY_TOKENS)
+      for (int p = 0; p < P; ++p)
+        tile_out<T, NARROW, MANY_TOKENS, 1>(x + t * x_stride, x_stride, w, panel + p, t == 0, y + t * y_stride, y_stride);
   for (; t + TOKENS_AT_ONCE <= tokens; t += TOKENS_AT_ONCE)
     tile_out<T, NARROW, TOKENS_AT_ONCE, P>(x + t * x_stride, x_stride, w, panel, t == 0, y + t * y_stride, y_stride);
   x += t * x_stride;
