@@ -86,6 +86,15 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         lambda c: c.model.device == "cpu" and c.backends.graphs == "on",
     ),
     Rule(
+        "SHARED_ON_GPU",
+        ENGINES,
+        ("backends.collectives", "model.device"),
+        "backends.collectives = shared on a GPU",
+        "tensors of a GPU do not lie in the memory that processes share",
+        "set backends.collectives=auto, or model.device=cpu",
+        lambda c: c.model.device == "cuda" and c.backends.collectives == "shared",
+    ),
+    Rule(
         "FLASHMLA_PAGES",
         ENGINES,
         ("backends.attention", "cache.page_tokens"),

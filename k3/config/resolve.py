@@ -76,6 +76,12 @@ def _kernels(name: str, model: ModelConfig, machine: Machine) -> str:
     return "native" if machine.has_native and model.dtype != "bfloat16" else "reference"
 
 
+def _collectives(name: str, model: ModelConfig, machine: Machine) -> str:
+    if name != "auto":
+        return name
+    return "shared" if model.device == "cpu" and machine.has_native else "torch"
+
+
 def _moe_weights(backends: BackendsConfig, device: str) -> str:
     """Our GPU kernels read a quarter of the bytes and gain by it; elsewhere unpacking per use only costs."""
     if backends.moe_weights != "auto":
@@ -123,6 +129,7 @@ def resolve_names(config: EngineConfig, machine: Machine) -> EngineConfig:
             moe=_kernels(backends.moe, model, machine),
             graphs=_graphs(config),
             moe_weights=_moe_weights(backends, model.device),
+            collectives=_collectives(backends.collectives, model, machine),
             threads=backends.threads or max(1, machine.cores // n_ranks),
         ),
         serve=replace(config.serve, port=config.serve.port or DEFAULT_PORTS[config.role]),

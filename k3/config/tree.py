@@ -256,6 +256,12 @@ class BackendsConfig:
     max_graphs: int = key(
         256, "decode: recorded steps kept at a time, the one unused for longest goes first", least=1
     )
+    collectives: str = key(
+        "auto",
+        "messages between the ranks of a stage: shared memory (CPUs only) or torch's gloo and NCCL; auto = shared on "
+        "a CPU where the native library is built, torch elsewhere",
+        choices=("auto", "shared", "torch"),
+    )
     threads: int = key(0, "CPU threads of each rank; 0 = cores / ranks", least=0)
 
 

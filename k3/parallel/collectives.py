@@ -1,5 +1,7 @@
 """Collective operations of one group of ranks: `Collectives`, alone (`SoloCollectives`) or over torch.
 
+CPU ranks may exchange through shared memory instead (`k3/parallel/shared_memory.py`).
+
 Layers receive the group they need by constructor and never ask for sizes of the world. Every wait has
 the group's deadline; a peer that is late or gone raises `GroupFailed`, after which the group is lost.
 Ranks in calls are positions inside the group, except `send`/`recv`, which use them too.
@@ -201,11 +203,19 @@ def solo_groups() -> Groups:
     return Groups(alone, alone, alone)
 
 
-def join(place: Place, host: str, port: int, backend: str, deadline_s: float) -> Groups:
+def join(
+    place: Place,
+    host: str,
+    port: int,
+    backend: str,
+    deadline_s: float,
+    wrap: Callable[[TorchCollectives], Collectives] = lambda group: group,
+) -> Groups:
     """Join the group of `place.mesh` through rank 0's store at `host:port`, and build its sub-groups.
 
     Every rank calls it once; returns when all have joined. A mesh of one rank opens no socket.
-    backend: "gloo" or "nccl". Raises GroupFailed when a rank does not come within `deadline_s`.
+    backend: "gloo" or "nccl". wrap: called in every rank of a stage's or context group, for what the layers get.
+    Raises GroupFailed when a rank does not come within `deadline_s`.
     """
     mesh = place.mesh
     if mesh.size == 1:
@@ -223,7 +233,9 @@ def join(place: Place, host: str, port: int, backend: str, deadline_s: float) ->
         ),
     )
 
-    def mine(groups: tuple[tuple[int, ...], ...]) -> Collectives:
+    def mine(
+        groups: tuple[tuple[int, ...], ...], wrap: Callable[[TorchCollectives], Collectives]
+    ) -> Collectives:
         """All ranks create all groups, in the same order; each keeps its own."""
         kept: Collectives = SoloCollectives()
         for ranks in groups:
@@ -232,11 +244,12 @@ def join(place: Place, host: str, port: int, backend: str, deadline_s: float) ->
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if place.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                kept = TorchCollectives(group, ranks)
+                kept = wrap(TorchCollectives(group, ranks))
         return kept
 
     world = tuple(range(mesh.size))
-    return Groups(mine(mesh.stage_groups()), mine(mesh.context_groups()), mine((world,)))
+    shard, context = mine(mesh.stage_groups(), wrap), mine(mesh.context_groups(), wrap)
+    return Groups(shard, context, mine((world,), lambda group: group))
 
 
 def leave() -> None:

@@ -17,6 +17,7 @@ import signal
 import time
 import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel import collectives
 from k3.parallel.mesh import Mesh
+from k3.parallel.shared_memory import share
 from k3.rank.channel import Address, BlockingChannel, parse_address
 from k3.rank.context import PlanEnd, RankContext
 from k3.rank.mover import Mover, MoverCore
@@ -120,10 +122,21 @@ def _serve(
     kind = config.model.device
     device = open_device(kind if kind == "cpu" else f"{kind}:{rank}", config.backends.threads)
     host, _colon, port = setup.rendezvous.rpartition(":")
-    groups = collectives.join(place, host, int(port or 0), device.collective_backend, JOIN_S)
     kernels = config.backends
+    groups = collectives.join(
+        place,
+        host,
+        int(port or 0),
+        device.collective_backend,
+        JOIN_S,
+        partial(share, deadline_s=JOIN_S)
+        if kernels.collectives == "shared"
+        else lambda group: group,
+    )
     ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)
-    log.info("kernels chosen", extra=asdict(ops.chosen))
+    log.info(
+        "kernels chosen", extra=asdict(ops.chosen) | {"collectives": type(groups.shard).__name__}
+    )
     stage = open_stage(
         Path(config.model.path),
         place,

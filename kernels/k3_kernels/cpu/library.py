@@ -1,7 +1,7 @@
 """The loaded native library: finds the variant for this CPU, checks that it fits, calls its functions.
 
 Calls go through ctypes, which releases the interpreter lock. Torch-free: pointers and sizes are plain integers.
-Every function exists for float32 (`NAME_f32`) and float64 (`NAME_f64`); `SIGNATURES` lists the arguments:
+Every function of numbers exists for float32 (`NAME_f32`) and float64 (`NAME_f64`); `SIGNATURES` lists the arguments:
 `p` a pointer, `i` a 64-bit integer, `d` a double.
 """
 
@@ -35,6 +35,9 @@ SIGNATURES = {
     "k3_moe_block": "ppiip",
     "k3_rms_norm": "pippiid",
     "k3_route": "pippppiiiiiiiid",
+    "k3_shared_enter": "pi",
+    "k3_shared_exchange": "piiiipiiiipddp",
+    "k3_shared_sum": "piiiipiddp",
     "k3_situ": "pipiidd",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
@@ -74,7 +77,7 @@ def is_built() -> bool:
 
 @cache
 def function(name: str) -> Callable[..., None]:
-    """One exported function, `k3_rms_norm_f32` for instance, typed. Raises LibraryError."""
+    """One exported function, `k3_rms_norm_f32` or `k3_shared_enter` for instance, typed. Raises LibraryError."""
     try:
         call = getattr(_open(), name)
     except AttributeError as error:
@@ -82,7 +85,8 @@ def function(name: str) -> Callable[..., None]:
             f"the native library has no {name}: it is older than its source; {REMEDY}"
         ) from error
     call.restype = None
-    call.argtypes = [_TYPES[letter] for letter in SIGNATURES[name.rpartition("_")[0]]]
+    letters = SIGNATURES.get(name) or SIGNATURES[name.rpartition("_")[0]]
+    call.argtypes = [_TYPES[letter] for letter in letters]
     return call
 
 

@@ -35,6 +35,7 @@ ENGINE_CASES = [
     ("MODEL_FOLDER", "prefill", {"model.path": "/nowhere"}),
     ("DEVICE", "prefill", {"model.device": "cuda"}),
     ("GPU_ATTENTION", "decode", {"model.device": "cpu", "backends.attention": "triton"}),
+    ("SHARED_ON_GPU", "decode", {"model.device": "cuda", "backends.collectives": "shared"}),
     ("GRAPHS_ON_CPU", "decode", {"model.device": "cpu", "backends.graphs": "on"}),
     (
         "FLASHMLA_PAGES",
@@ -130,6 +131,7 @@ ROUTER_CASES = [
 WITHOUT_A_KEY = {"PP_TBO", "PP_PAGED_CHECKPOINT", "PP_SPEC_PAIR"}
 # Settings that break a second rule by nature.
 COMPANIONS = {
+    "SHARED_ON_GPU": {"DEVICE"},
     "FLASHMLA_PAGES": {"GPU_ATTENTION"},
     "PP_CUDA_GRAPH": {"GRAPHS_ON_CPU", "PP_REMOTE_KV"},
     "GATE_PIPELINE": {"PP_REMOTE_KV"},

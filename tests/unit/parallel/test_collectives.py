@@ -1,4 +1,4 @@
-"""Collectives over real gloo processes, and sharded layers over threads."""
+"""Collectives over real processes, through sockets and shared memory, and sharded layers over threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from k3_kernels.cpu import library
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,8 +30,10 @@ ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120
 
 
-def _run(scenario: str, mesh: Mesh) -> list[object]:
+def _run(scenario: str, mesh: Mesh, how: str = "torch") -> list[object]:
     """One process per rank; their answers by rank."""
+    if how == "shared" and not library.is_built():
+        pytest.skip("the native library is not built")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,7 +41,15 @@ def _run(scenario: str, mesh: Mesh) -> list[object]:
     numbers = [str(n) for n in (mesh.pp, mesh.tp, mesh.cp, port)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.parallel.worker", scenario, str(rank), *numbers],
+            [
+                sys.executable,
+                "-m",
+                "tests.unit.parallel.worker",
+                scenario,
+                str(rank),
+                *numbers,
+                how,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -57,8 +68,9 @@ def _run(scenario: str, mesh: Mesh) -> list[object]:
     return [json.loads(out) for out, _ in outputs]
 
 
-def test_every_operation_over_gloo() -> None:
-    first, second = _run("operations", Mesh(tp=2))
+@pytest.mark.parametrize("how", ["torch", "shared"])
+def test_every_operation(how: str) -> None:
+    first, second = _run("operations", Mesh(tp=2), how)
     common = {
         "all_reduce": [3.0, 4.0],
         "strided": [[1.0], [1.0]],
@@ -79,10 +91,30 @@ def test_two_stages_over_gloo_equal_one() -> None:
     assert_close(torch.tensor(rows, dtype=torch.float64), expected, 1e-9, "logits")
 
 
+@pytest.mark.helix
+def test_long_and_odd_messages_through_shared_memory_are_those_of_sockets() -> None:
+    mesh = Mesh(cp=3)
+    shared = _run("messages", mesh, "shared")
+    assert shared == _run("messages", mesh)
+    assert len({json.dumps(sums) for sums, _ in shared}) == 1, "ranks differ in the bits of a sum"
+
+
 def test_a_rank_that_is_gone_is_an_error_of_ours_not_a_hang() -> None:
     answer, _ = _run("lost", Mesh(tp=2))
     assert isinstance(answer, str)
     assert "receive from rank 1 failed" in answer
+
+
+def test_a_rank_that_is_gone_or_late_is_an_error_through_shared_memory_too() -> None:
+    gone, _ = _run("lost sum", Mesh(tp=2), "shared")
+    assert "all-reduce failed: rank 1" in gone
+    late, _ = _run("late sum", Mesh(tp=2), "shared")
+    assert "all-reduce failed: rank 1" in late
+
+
+def test_the_memory_that_ranks_share_has_no_name_once_all_have_it() -> None:
+    first, second = _run("left behind", Mesh(tp=2), "shared")
+    assert first == second == []
 
 
 def test_a_mesh_of_one_rank_opens_no_socket() -> None:

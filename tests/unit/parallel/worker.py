@@ -1,13 +1,16 @@
 """One gloo rank of `test_collectives.py`: runs a scenario and prints its result as one JSON line.
 
-Run as `python -m tests.unit.parallel.worker SCENARIO RANK PP TP CP PORT`.
+Run as `python -m tests.unit.parallel.worker SCENARIO RANK PP TP CP PORT torch|shared`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +20,7 @@ from k3.model.registry import open_stage
 from k3.parallel.collectives import Groups, join, leave
 from k3.parallel.frame import receive_frame, send_frame
 from k3.parallel.mesh import Mesh, Place
+from k3.parallel.shared_memory import FOLDER, SLOT_BYTES, SharedMemoryCollectives, share
 from tests.model_runner import CPU, OPS, Pools
 
 NANO = Path(__file__).parents[2] / "golden/k3"
@@ -86,20 +90,82 @@ def lost(place: Place, groups: Groups) -> object:
     return "no error"
 
 
+def messages(place: Place, groups: Groups) -> object:
+    """Sums of whole numbers in float64, exact in any order, and digests of everything moved; sizes around a slot's."""
+    comm = groups.context
+    own = torch.Generator().manual_seed(comm.rank)
+    sums: list[float] = []
+    moved: list[str] = []
+    for n in (1, 5, SLOT_BYTES // 8 - 1, SLOT_BYTES // 8, SLOT_BYTES // 8 + 1, 200_003, 0, 7):
+        values = torch.randint(0, 1 << 20, (n,), generator=own).double()
+        sums += [comm.all_reduce(values.clone()).sum().item() for _ in range(3)]
+        pieces = torch.randint(0, 255, (comm.size, n, 3), generator=own, dtype=torch.uint8)
+        for got in (
+            comm.all_to_all(pieces),
+            comm.all_gather(pieces, 1),
+            comm.broadcast(pieces[:, : n // 2].clone(), n % comm.size),
+            comm.broadcast(pieces.transpose(0, 1).clone().transpose(0, 1), 1),
+        ):
+            moved.append(hashlib.sha256(got.contiguous().numpy().tobytes()).hexdigest())
+        comm.barrier()
+    return sums, moved
+
+
+def lost_sum(place: Place, groups: Groups) -> object:
+    """Rank 1 ends; rank 0 must notice well within the deadline."""
+    groups.shard.barrier()
+    if place.rank == 1:
+        return "gone"
+    try:
+        groups.shard.all_reduce(torch.ones(3))
+    except GroupFailed as error:
+        return str(error)
+    return "no error"
+
+
+def late_sum(place: Place, groups: Groups) -> object:
+    """Rank 1 lives but does not come; the deadline of two seconds passes."""
+    if place.rank == 1:
+        groups.pipeline.recv(torch.empty(1), 0)
+        return "late"
+    assert isinstance(groups.shard, SharedMemoryCollectives)
+    groups.shard._deadline_s = 2.0
+    try:
+        groups.shard.all_reduce(torch.ones(3))
+    except GroupFailed as error:
+        groups.pipeline.send(torch.ones(1), 1).wait()
+        return str(error)
+    return "no error"
+
+
+def left_behind(place: Place, groups: Groups) -> object:
+    """Names of segments of this process's group that are still in the file system."""
+    groups.shard.barrier()
+    held = Path(f"/proc/{os.getpid()}/maps").read_text()
+    names = {path.name for path in FOLDER.glob("k3-*")}
+    return sorted(name for name in names if name in held)
+
+
 SCENARIOS: dict[str, Callable[[Place, Groups], object]] = {
     "operations": operations,
     "pipeline": pipeline,
     "lost": lost,
+    "messages": messages,
+    "lost sum": lost_sum,
+    "late sum": late_sum,
+    "left behind": left_behind,
 }
 
 
 def main() -> None:
     """Join, run, print, leave."""
-    scenario, *numbers = sys.argv[1:]
+    scenario, *numbers, how = sys.argv[1:]
     rank, pp, tp, cp, port = map(int, numbers)
     torch.set_num_threads(1)
     place = Mesh(pp, tp, cp).place(rank)
-    groups = join(place, "127.0.0.1", port, "gloo", 20.0 if scenario == "lost" else 60.0)
+    deadline_s = 20.0 if scenario in ("lost", "lost sum") else 60.0
+    wrap = partial(share, deadline_s=deadline_s) if how == "shared" else lambda group: group
+    groups = join(place, "127.0.0.1", port, "gloo", deadline_s, wrap)
     print(json.dumps(SCENARIOS[scenario](place, groups)), flush=True)  # noqa: T201
     leave()
 
