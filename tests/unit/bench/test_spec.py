@@ -78,7 +78,9 @@ def test_steps_of_all_answers_add_up_and_other_tokens_are_counted():
 
 
 def test_the_time_of_decoding_is_taken_from_the_servers_own_header():
-    stages = {"Server-Timing": "queue;dur=0.1, prefill;dur=80.0, transfer;dur=2.0, decode;dur=125.5"}
+    stages = {
+        "Server-Timing": "queue;dur=0.1, prefill;dur=80.0, transfer;dur=2.0, decode;dur=125.5"
+    }
     assert decode_seconds(httpx.Response(200, headers=stages)) == 0.1255
     assert decode_seconds(httpx.Response(200)) == 0.0
 
