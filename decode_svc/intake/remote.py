@@ -1,7 +1,9 @@
 """`RemotePrefill`: prefill instances over gRPC. The only file of the decode service's intake that knows the wire.
 
 A broken connection is told from an answer by the error code that our servers always send along: without one nobody of
-ours spoke, and the instance counts as lost.
+ours spoke, and the instance counts as lost. A write that meets the end of its call makes the library forget that answer
+and report an internal error: so after its first message a call says nothing until it was answered, which keeps every
+refusal intact.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class RemoteCall:
         self._deliver = deliver
         self._cancelled_for: K3Error | None = None
         self._outgoing: asyncio.Queue[prefill_pb2.PrefillRequest] = asyncio.Queue(OUTGOING_LIMIT)
+        self._is_answered = asyncio.Event()
         self._writer = asyncio.create_task(self._write(), name=f"to {pair.address}")
         self._reader = asyncio.create_task(self._read(), name=f"from {pair.address}")
 
@@ -121,11 +124,13 @@ class RemoteCall:
                 await self._call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader learns why
+            await self._is_answered.wait()
 
     async def _read(self) -> None:
         error: K3Error | None = None
         try:
             async for message in _messages(self._call):
+                self._is_answered.set()
                 self._deliver(Heard(message))
         except grpc.aio.AioRpcError as failure:
             error = spoken_or_lost(failure, self._pair.address)

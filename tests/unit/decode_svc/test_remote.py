@@ -12,7 +12,7 @@ import pytest
 from decode_svc.intake.remote import OUTGOING_LIMIT, RemotePrefill
 from decode_svc.intake.source import Ended, Heard, Pair, PrefillLost, Proof
 from k3.config.tree import ServeConfig
-from k3.errors import LayoutMismatch, QueueFull, RequestAborted
+from k3.errors import LayoutMismatch, QueueFull, ReconnectRequired, RequestAborted
 from k3.rpc import server as rpc_server
 from k3.rpc.client import ChannelPool
 from k3.v1 import prefill_pb2, prefill_pb2_grpc
@@ -133,6 +133,28 @@ async def test_an_error_of_ours_arrives_as_it_was_raised() -> None:
         assert isinstance(ended, Ended)
         assert isinstance(ended.error, QueueFull)
         assert (ended.error.code, ended.error.retry_after_s) == ("reserve_wait", 4.0)
+
+    await with_peer(story)
+
+
+async def test_a_refusal_is_heard_whatever_was_said_meanwhile() -> None:
+    async def refuse(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        await anext(messages)
+        raise ReconnectRequired("who are you?")
+        yield
+
+    async def story(peer: Peer) -> None:
+        peer.servicer.stream = refuse
+        destination = prefill_pb2.PrefillRequest(destination=prefill_pb2.Destination(nonce=1))
+        for i in range(200):
+            call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+            await call.send(start())
+            for _ in range(3):
+                await asyncio.sleep(1e-4 * (i % 10))
+                await call.send(destination)
+            ended = await peer.next()
+            assert isinstance(ended, Ended)
+            assert isinstance(ended.error, ReconnectRequired), f"call {i}: {ended.error!r}"
 
     await with_peer(story)
 
