@@ -183,6 +183,11 @@ class TorchCollectives:
         _checked("barrier", lambda: dist.barrier(group=self.group))
 
 
+def as_is(group: TorchCollectives) -> Collectives:
+    """A group without a wrapper."""
+    return group
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The groups one rank belongs to.
@@ -209,12 +214,15 @@ def join(
     port: int,
     backend: str,
     deadline_s: float,
-    wrap: Callable[[TorchCollectives], Collectives] = lambda group: group,
+    *,
+    wrap: Callable[[TorchCollectives], Collectives] = as_is,
+    listener: int | None = None,
 ) -> Groups:
     """Join the group of `place.mesh` through rank 0's store at `host:port`, and build its sub-groups.
 
     Every rank calls it once; returns when all have joined. A mesh of one rank opens no socket.
     backend: "gloo" or "nccl". wrap: called in every rank of a stage's or context group, for what the layers get.
+    listener: in rank 0, the descriptor of a socket that listens at `host:port` already.
     Raises GroupFailed when a rank does not come within `deadline_s`.
     """
     mesh = place.mesh
@@ -222,16 +230,21 @@ def join(
         return solo_groups()
     timeout = timedelta(seconds=deadline_s)
     bracketed = f"[{host}]" if _is_ipv6(host) else host
-    _checked(
-        f"joining {mesh} as rank {place.rank} at {bracketed}:{port}",
-        lambda: dist.init_process_group(
-            backend,
-            init_method=f"tcp://{bracketed}:{port}",
-            rank=place.rank,
-            world_size=mesh.size,
+
+    def meet() -> None:
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            mesh.size,
+            is_master=place.rank == 0,
             timeout=timeout,
-        ),
-    )
+            master_listen_fd=listener if place.rank == 0 else None,
+        )
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=mesh.size, timeout=timeout
+        )
+
+    _checked(f"joining {mesh} as rank {place.rank} at {bracketed}:{port}", meet)
 
     def mine(
         groups: tuple[tuple[int, ...], ...], wrap: Callable[[TorchCollectives], Collectives]
@@ -249,7 +262,7 @@ def join(
 
     world = tuple(range(mesh.size))
     shard, context = mine(mesh.stage_groups(), wrap), mine(mesh.context_groups(), wrap)
-    return Groups(shard, context, mine((world,), lambda group: group))
+    return Groups(shard, context, mine((world,), as_is))
 
 
 def leave() -> None:

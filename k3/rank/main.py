@@ -34,6 +34,7 @@ from k3.model.k3 import Stage
 from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel import collectives
+from k3.parallel.collectives import as_is
 from k3.parallel.mesh import Mesh
 from k3.parallel.shared_memory import share
 from k3.rank.channel import Address, BlockingChannel, parse_address
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--front", required=True, type=parse_address)
     parser.add_argument("--parent", type=int, help="die with this process")
+    parser.add_argument("--rendezvous-fd", type=int, help="listening socket of the group's store")
     arguments = parser.parse_args()
     _prepare_process(arguments.parent)
     token = os.environ.pop(TOKEN_VARIABLE, "")
@@ -75,7 +77,7 @@ def main() -> int:
         log.error("cannot reach the front: %s", error)
         return 1
     try:
-        _serve(arguments.service, arguments.rank, setup, plans, transfer)
+        _serve(arguments, setup, plans, transfer)
     except (EOFError, BrokenPipeError):
         log.error("the front is gone")
         return 1
@@ -110,8 +112,12 @@ def _dial(
 
 
 def _serve(
-    service: str, rank: int, setup: plan_pb2.Setup, plans: PlanEnd, transfer: BlockingChannel
+    arguments: argparse.Namespace,
+    setup: plan_pb2.Setup,
+    plans: PlanEnd,
+    transfer: BlockingChannel,
 ) -> None:
+    service, rank = arguments.service, arguments.rank
     config = load.engine_from_json(setup.config_json)
     logging.getLogger().setLevel(config.telemetry.log_level.upper())
     progress = _Progress(plans)
@@ -129,9 +135,8 @@ def _serve(
         int(port or 0),
         device.collective_backend,
         JOIN_S,
-        partial(share, deadline_s=JOIN_S)
-        if kernels.collectives == "shared"
-        else lambda group: group,
+        wrap=partial(share, deadline_s=JOIN_S) if kernels.collectives == "shared" else as_is,
+        listener=arguments.rendezvous_fd,
     )
     ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)
     log.info(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections import deque
 
@@ -45,17 +46,28 @@ class RankProcess:
 
     @classmethod
     async def spawn(
-        cls, service: str, number: int, front: UnixAddress, env: dict[str, str]
+        cls,
+        service: str,
+        number: int,
+        front: UnixAddress,
+        env: dict[str, str],
+        rendezvous: socket.socket | None = None,
     ) -> RankProcess:
-        """Start `python -m k3.rank`; it dials `front` and dies with this process."""
+        """Start `python -m k3.rank`; it dials `front` and dies with this process.
+
+        rendezvous: the listening socket of its group's store, which it inherits.
+        """
+        inherited = () if rendezvous is None else (rendezvous.fileno(),)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "k3.rank"),
             *("--service", service, "--rank", str(number)),
             *("--front", str(front), "--parent", str(os.getpid())),
+            *(word for fd in inherited for word in ("--rendezvous-fd", str(fd))),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=env,
+            pass_fds=inherited,
         )
         return cls(number, process)
 

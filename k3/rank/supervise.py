@@ -140,14 +140,23 @@ class RankGroup:
         self._fail(GroupFailed(f"the ranks of {self._service} were stopped"))
 
     async def _spawn_all(self) -> None:
-        if len(self._ranks) > 1 and not self._setup.rendezvous:
-            self._setup.rendezvous = f"127.0.0.1:{_free_port()}"
         self._server = await listen(self.address, self._greet)
         env = environment(self._config, self._token)
-        for number, rank in enumerate(self._ranks):
-            rank.process = await RankProcess.spawn(self._service, number, self.address, env)
-            self._own(rank.process.forward_output(), f"output of rank {number}")
-            self._own(self._await_exit(number, rank.process), f"exit of rank {number}")
+        with contextlib.ExitStack() as ours:
+            store = ours.enter_context(self._rendezvous()) if len(self._ranks) > 1 else None
+            for number, rank in enumerate(self._ranks):
+                own = store if number == 0 else None
+                rank.process = await RankProcess.spawn(
+                    self._service, number, self.address, env, own
+                )
+                self._own(rank.process.forward_output(), f"output of rank {number}")
+                self._own(self._await_exit(number, rank.process), f"exit of rank {number}")
+
+    def _rendezvous(self) -> socket.socket:
+        """Where the group meets: a listening socket for rank 0, so that nobody else can take its port meanwhile."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=len(self._ranks))
+        self._setup.rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
+        return listener
 
     async def _all_ready(self) -> None:
         while not all(rank.is_ready and rank.mover is not None for rank in self._ranks):
@@ -352,9 +361,3 @@ def _error_of(number: int, error: plan_pb2.RankError) -> K3Error:
             return ConfigError(text)
         case _:
             return GroupFailed(f"rank {number} failed: {error.message}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -4,20 +4,19 @@ import pytest
 
 from tests.chaos.abandoned import Abandoned
 from tests.chaos.generation import Generation
-from tests.chaos.settings import flags, router_flags
+from tests.chaos.settings import BUDGET, LONG, router_flags, slow_flags
 from tests.e2e.cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.chaos
 
-LONG = 1600  # with 16 tokens a step, 100 steps of prefill
 MANY = 1200  # output tokens: seconds of decoding
 
 
 @pytest.fixture(scope="module")
 def cluster(folder):
     with Cluster(
-        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
-        decode_flags=flags(folder, "--schedule-max-rows", "1"),
+        prefill_flags=slow_flags(folder, *BUDGET),
+        decode_flags=slow_flags(folder, "--schedule-max-rows", "1"),
         router_flags=router_flags(folder),
     ) as running:
         yield running

@@ -9,12 +9,10 @@ import pytest
 
 from k3.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.chaos.generation import Generation
-from tests.chaos.settings import flags, router_flags
+from tests.chaos.settings import BUDGET, LONG, PAGE, flags, router_flags, slow_flags
 from tests.e2e.cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.chaos
-
-LONG = 1600  # with 16 tokens a step, 100 steps of prefill
 
 
 def test_a_pair_with_different_layouts_never_serves_and_says_why(folder, prompt_of):
@@ -50,8 +48,8 @@ def cluster_engines_ready(cluster: Cluster) -> bool:
 def cluster(folder):
     """A real asynchronous wire: without it, memory of this host is copied inside the post."""
     with Cluster(
-        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
-        decode_flags=flags(folder),
+        prefill_flags=slow_flags(folder, *BUDGET),
+        decode_flags=slow_flags(folder),
         router_flags=router_flags(folder),
         env={"UCX_TLS": "self,tcp", "UCX_NET_DEVICES": "lo"},
     ) as running:
@@ -74,7 +72,7 @@ def test_pages_of_a_stalled_transfer_stay_fenced_until_quiet(cluster, prompt_of,
     fenced = wait_for(
         lambda: cluster.gauge(decode, "k3_kv_pages", state="quarantined"), 40, "quarantined pages"
     )
-    assert fenced >= LONG // 16
+    assert fenced >= LONG // PAGE
     generation.wait(60)
     wait_for(
         lambda: cluster.gauge(decode, "k3_kv_pages", state="quarantined") == 0, 60, "proof of quiet"

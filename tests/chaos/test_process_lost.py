@@ -8,21 +8,20 @@ import signal
 import pytest
 
 from tests.chaos.generation import Generation
-from tests.chaos.settings import flags, router_flags
+from tests.chaos.settings import BUDGET, LONG, router_flags, slow_flags
 from tests.e2e.cluster import Cluster, is_alive, wait_for
 
 pytestmark = pytest.mark.chaos
 
 MANY = 1500
-LONG = 1600  # with 16 tokens a step, 100 steps of prefill
 BACK_S = 60.0  # a front or a rank group is back and found by the router
 
 
 @pytest.fixture(scope="module")
 def cluster(folder):
     with Cluster(
-        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
-        decode_flags=flags(folder),
+        prefill_flags=slow_flags(folder, *BUDGET),
+        decode_flags=slow_flags(folder),
         router_flags=router_flags(folder),
     ) as running:
         yield running
@@ -103,8 +102,8 @@ def test_another_candidate_serves_when_a_prefill_dies_before_the_first_token(
 ):
     with Cluster(
         n_prefills=2,
-        prefill_flags=flags(folder, "--schedule-token-budget", "16"),
-        decode_flags=flags(folder),
+        prefill_flags=slow_flags(folder, *BUDGET),
+        decode_flags=slow_flags(folder),
         router_flags=router_flags(folder),
     ) as cluster:
         up = {"instance_role": "prefill"}

@@ -6,13 +6,12 @@ import signal
 import pytest
 
 from tests.chaos.generation import Generation
-from tests.chaos.settings import flags, router_flags
+from tests.chaos.settings import BUDGET, LONG, router_flags, slow_flags
 from tests.e2e.cluster import Cluster, is_alive, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.prefill]
 
-LONG = 1600  # with 16 tokens a step, 100 plans, two of them in flight
-STAGES = ("--pp", "2", "--schedule-token-budget", "16", "--schedule-plan-timeout-s", "15")
+STAGES = ("--pp", "2", *BUDGET, "--schedule-plan-timeout-s", "15")
 BACK_S = 60.0
 
 
@@ -20,8 +19,8 @@ BACK_S = 60.0
 def cluster(folder):
     with Cluster(
         n_prefills=2,
-        prefill_flags=flags(folder, *STAGES),
-        decode_flags=flags(folder),
+        prefill_flags=slow_flags(folder, *STAGES),
+        decode_flags=slow_flags(folder),
         router_flags=router_flags(folder),
     ) as running:
         yield running
@@ -35,16 +34,21 @@ def cluster(folder):
 def test_prompts_in_flight_move_to_the_other_instance(cluster, prompt_of, truth, stage, sig):
     router = cluster.router
     wait_for(
-        lambda: cluster.gauge(router, "k3_router_instance_up", instance_role="prefill") == 2,
+        lambda: (
+            cluster.gauge(router, "k3_router_instance_up", instance_role="prefill") == 2
+            and cluster.gauge(router, "k3_router_circuit_state") == 0
+        ),
         BACK_S,
-        "the router to know both prefills",
+        "the router to send requests to both prefills",
     )
     prompts = [prompt_of(LONG, seed) for seed in (stage, 7 + stage)]
     generations = [Generation(cluster.url, prompt, max_tokens=12) for prompt in prompts]
 
     def busy():
+        """Whichever computes one, once both are there: on one instance each, or one behind the other."""
         running = [cluster.gauge(p, "k3_prefill_running") for p in cluster.prefills]
-        return sum(running) == 2 and cluster.prefills[running[1] > running[0]]
+        waiting = [cluster.gauge(p, "k3_prefill_waiting") for p in cluster.prefills]
+        return sum(running) + sum(waiting) == 2 and cluster.prefills[running[1] > running[0]]
 
     victim = wait_for(busy, 20, "both prompts being computed")
     ranks = cluster.ranks(victim)

@@ -34,30 +34,32 @@ def _run(scenario: str, mesh: Mesh, how: str = "torch") -> list[object]:
     """One process per rank; their answers by rank."""
     if how == "shared" and not library.is_built():
         pytest.skip("the native library is not built")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    numbers = [str(n) for n in (mesh.pp, mesh.tp, mesh.cp, port)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.unit.parallel.worker",
-                scenario,
-                str(rank),
-                *numbers,
-                how,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
-        for rank in range(mesh.size)
-    ]
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as store:  # rank 0 inherits it: its port stays taken
+        port = store.getsockname()[1]
+        numbers = [str(n) for n in (mesh.pp, mesh.tp, mesh.cp, port, store.fileno())]
+        processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.unit.parallel.worker",
+                    scenario,
+                    str(rank),
+                    *numbers,
+                    how,
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+                pass_fds=() if rank else (store.fileno(),),
+            )
+            for rank in range(mesh.size)
+        ]
     try:
         outputs = [process.communicate(timeout=DEADLINE_S) for process in processes]
     finally:

@@ -1,6 +1,7 @@
 """One gloo rank of `test_collectives.py`: runs a scenario and prints its result as one JSON line.
 
-Run as `python -m tests.unit.parallel.worker SCENARIO RANK PP TP CP PORT torch|shared`.
+Run as `python -m tests.unit.parallel.worker SCENARIO RANK PP TP CP PORT FD torch|shared`;
+rank 0 inherits the socket that listens at PORT as FD.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from k3.errors import GroupFailed
 from k3.model.registry import open_stage
-from k3.parallel.collectives import Groups, join, leave
+from k3.parallel.collectives import Groups, as_is, join, leave
 from k3.parallel.frame import receive_frame, send_frame
 from k3.parallel.mesh import Mesh, Place
 from k3.parallel.shared_memory import FOLDER, SLOT_BYTES, SharedMemoryCollectives, share
@@ -160,12 +161,12 @@ SCENARIOS: dict[str, Callable[[Place, Groups], object]] = {
 def main() -> None:
     """Join, run, print, leave."""
     scenario, *numbers, how = sys.argv[1:]
-    rank, pp, tp, cp, port = map(int, numbers)
+    rank, pp, tp, cp, port, listener = map(int, numbers)
     torch.set_num_threads(1)
     place = Mesh(pp, tp, cp).place(rank)
     deadline_s = 20.0 if scenario in ("lost", "lost sum") else 60.0
-    wrap = partial(share, deadline_s=deadline_s) if how == "shared" else lambda group: group
-    groups = join(place, "127.0.0.1", port, "gloo", deadline_s, wrap)
+    wrap = partial(share, deadline_s=deadline_s) if how == "shared" else as_is
+    groups = join(place, "127.0.0.1", port, "gloo", deadline_s, wrap=wrap, listener=listener)
     print(json.dumps(SCENARIOS[scenario](place, groups)), flush=True)  # noqa: T201
     leave()
 
