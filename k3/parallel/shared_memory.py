@@ -3,7 +3,7 @@
 A message of a decode step is a few kilobytes and there are dozens per step, so over sockets a step mostly waits to be
 woken. Here a rank copies its part into its own slot, and reads the others' when they are there
 (`kernels/k3_kernels/cpu/src/shared.cpp`). Sums are taken in rank order: all ranks have the same bits. A rank group is
-always started by one front, so its ranks share a machine. Point-to-point messages stay with torch.
+always started by one front, so its ranks share a machine. Point-to-point messages stay with torch. One thread per rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import uuid
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from k3.errors import GroupFailed
 from k3.parallel.collectives import Pending, TorchCollectives
 
-FOLDER = Path("/dev/shm")
 SLOT_BYTES = 1 << 18  # of one rank; longer messages take several rounds
 LINE, PAGE = 64, 4096
 SPIN_S = 50e-6  # about what waking up costs; only where every rank can have a core
@@ -30,13 +28,15 @@ SPIN_S = 50e-6  # about what waking up costs; only where every rank can have a c
 class SharedMemoryCollectives:
     """See `Collectives`. Made by `share` in every rank of a group."""
 
-    def __init__(self, over: TorchCollectives, segment: mmap.mmap, deadline_s: float) -> None:
+    def __init__(
+        self, over: TorchCollectives, segment: mmap.mmap, deadline_s: float, n_neighbors: int
+    ) -> None:
         self.rank, self.size = over.rank, over.size
         self._over = over
         self._segment = segment
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(segment))
         self._deadline_s = deadline_s
-        self._spin_s = SPIN_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin_s = SPIN_S if n_neighbors <= len(os.sched_getaffinity(0)) else 0.0
         self._round = 1
         self._lost = ctypes.c_int64(-1)
         self._exchange = library.function("k3_shared_exchange")
@@ -69,6 +69,7 @@ class SharedMemoryCollectives:
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Exchange of equal pieces along dimension 0."""
+        assert len(tensor) == self.size, f"{len(tensor)} pieces for {self.size} ranks"
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
         self._pieces("all-to-all", sent, self.size, 0, received)
@@ -112,50 +113,50 @@ class SharedMemoryCollectives:
         self._round += n_rounds
 
 
-def share(over: TorchCollectives, deadline_s: float) -> SharedMemoryCollectives:
+def share(
+    over: TorchCollectives, *, deadline_s: float, n_neighbors: int
+) -> SharedMemoryCollectives:
     """The same group through shared memory; every rank of it calls this. Raises GroupFailed.
 
-    The segment has no name once all ranks have it: nothing is left behind, however they end.
+    n_neighbors: ranks on this machine, of all groups. The segment never has a name: it ends with the last rank that
+    maps it, however they end.
     """
     head = -(-LINE * (1 + over.size) // PAGE) * PAGE
     n_bytes = head + 2 * over.size * SLOT_BYTES
-    name = torch.zeros(32, dtype=torch.uint8)
-    path, refusal = FOLDER / f"k3-{uuid.uuid4().hex[:24]}", ""
-    if over.rank == 0:
-        try:
-            _create(path, n_bytes)
-            name = torch.tensor(list(path.name.encode().ljust(32)), dtype=torch.uint8)
-        except OSError as error:
-            refusal = f": {error}"
-    over.broadcast(name)
-    if not name[0]:
-        raise GroupFailed(
-            f"no shared memory of {n_bytes} bytes in {FOLDER}{refusal}; make it larger, or set "
-            "backends.collectives=torch"
-        )
-    path = FOLDER / bytes(name.tolist()).decode().strip()
+    own, where, refusal = -1, torch.zeros(2, dtype=torch.int64), ""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            segment = mmap.mmap(descriptor, n_bytes)
-        finally:
-            os.close(descriptor)
-        over.barrier()
-    except OSError as error:
-        raise GroupFailed(f"cannot map {path}: {error}; the group must be restarted") from error
-    finally:
         if over.rank == 0:
-            path.unlink(missing_ok=True)
-    return SharedMemoryCollectives(over, segment, deadline_s)
+            try:
+                own = os.memfd_create("k3-collectives", os.MFD_CLOEXEC)
+                os.posix_fallocate(own, 0, n_bytes)
+                where = torch.tensor([os.getpid(), own])
+            except OSError as error:
+                refusal = f": {error}"
+        over.broadcast(where)
+        pid, number = where.tolist()
+        if not pid:
+            raise GroupFailed(
+                f"no shared memory of {n_bytes} bytes{refusal}; give the ranks more memory, or set "
+                "backends.collectives=torch"
+            )
+        segment = _mapped(Path(f"/proc/{pid}/fd/{number}"), n_bytes)
+        over.barrier()
+    finally:
+        if own >= 0:
+            os.close(own)
+    return SharedMemoryCollectives(over, segment, deadline_s, n_neighbors)
 
 
-def _create(path: Path, n_bytes: int) -> None:
-    """A file of zeros only this user may open, all of it reserved."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _mapped(path: Path, n_bytes: int) -> mmap.mmap:
+    """The memory behind rank 0's descriptor. Raises GroupFailed."""
     try:
-        os.posix_fallocate(descriptor, 0, n_bytes)
-    except OSError:
-        path.unlink()
-        raise
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise GroupFailed(
+            f"cannot map what rank 0 shares: {error}; let processes of one user see each other in /proc, or set "
+            "backends.collectives=torch"
+        ) from error
+    try:
+        return mmap.mmap(descriptor, n_bytes)
     finally:
         os.close(descriptor)

@@ -34,7 +34,6 @@ from k3.model.k3 import Stage
 from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel import collectives
-from k3.parallel.collectives import as_is
 from k3.parallel.mesh import Mesh
 from k3.parallel.shared_memory import share
 from k3.rank.channel import Address, BlockingChannel, parse_address
@@ -135,7 +134,9 @@ def _serve(
         int(port or 0),
         device.collective_backend,
         JOIN_S,
-        wrap=partial(share, deadline_s=JOIN_S) if kernels.collectives == "shared" else as_is,
+        wrap=partial(share, deadline_s=JOIN_S, n_neighbors=mesh.size)
+        if kernels.collectives == "shared"
+        else collectives.as_is,
         listener=arguments.rendezvous_fd,
     )
     ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)

@@ -49,6 +49,7 @@ class NativeDraftBlock(NativeBlock):
             *(layer.is_interleaved, layer.scale, layer.eps),
         )
         super().__init__("k3_draft_block", structure, layer, up)
+        self._dtype = up.dtype
 
     def __call__(
         self, x_BKD: Tensor, cos: Tensor, sin: Tensor, context_BNW: Tensor, seen_BM: Tensor
@@ -56,14 +57,20 @@ class NativeDraftBlock(NativeBlock):
         """[B, K, D]."""
         x, context = x_BKD.contiguous(), rows(context_BNW)
         n_rows, group, _ = x.shape
-        for name, other in (("context", context), ("cosines", cos), ("sines", sin)):
-            assert other.dtype == x.dtype, f"{name} {other.dtype}, inputs {x.dtype}"
-        y, cos, sin, seen = torch.empty_like(x), cos.contiguous(), sin.contiguous(), rows(seen_BM)
+        for name, other in (("inputs", x), ("context", context), ("cosines", cos), ("sines", sin)):
+            assert other.dtype == self._dtype, f"{name} {other.dtype}, weights {self._dtype}"
+        y, cos, sin, seen = (
+            torch.empty_like(x),
+            cos.contiguous(),
+            sin.contiguous(),
+            seen_BM.contiguous(),
+        )
+        assert seen.dtype == torch.bool, f"seen {seen.dtype}"
         assert seen.shape == (n_rows, context.shape[1] + group), f"seen: {tuple(seen.shape)}"
         self._call(
             *(self._address, x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             *(context.data_ptr(), context.stride(0), context.stride(1)),
-            *(seen.contiguous().data_ptr(), context.shape[1], n_rows, group, y.data_ptr()),
+            *(seen.data_ptr(), context.shape[1], n_rows, group, y.data_ptr()),
         )
         return y
 
@@ -86,8 +93,10 @@ class NativeDraftTokens:
         """[B, K] int64."""
         logits, out, table = logits_BKV.contiguous(), self._out, self._table
         assert logits.dtype == table.dtype, f"logits {logits.dtype}, head {table.dtype}"
-        drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
+        assert logits.shape[2] == out.outputs, f"{logits.shape[2]} logits, {out.outputs} tokens"
         anchor = anchor_B.contiguous()
+        assert (anchor.dtype, anchor.shape) == (torch.int64, logits.shape[:1]), anchor
+        drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
         self._call(
             *(logits.data_ptr(), table.data_ptr(), out.data.data_ptr(), out.is_narrow),
             *(anchor.data_ptr(), drafts.data_ptr(), *logits.shape, table.shape[1]),

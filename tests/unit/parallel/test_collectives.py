@@ -114,7 +114,7 @@ def test_a_rank_that_is_gone_or_late_is_an_error_through_shared_memory_too() -> 
     assert "all-reduce failed: rank 1" in late
 
 
-def test_the_memory_that_ranks_share_has_no_name_once_all_have_it() -> None:
+def test_the_memory_that_ranks_share_has_no_name() -> None:
     first, second = _run("left behind", Mesh(tp=2), "shared")
     assert first == second == []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from k3.model.registry import open_stage
 from k3.parallel.collectives import Groups, as_is, join, leave
 from k3.parallel.frame import receive_frame, send_frame
 from k3.parallel.mesh import Mesh, Place
-from k3.parallel.shared_memory import FOLDER, SLOT_BYTES, SharedMemoryCollectives, share
+from k3.parallel.shared_memory import SLOT_BYTES, SharedMemoryCollectives, share
 from tests.model_runner import CPU, OPS, Pools
 
 NANO = Path(__file__).parents[2] / "golden/k3"
@@ -140,11 +139,11 @@ def late_sum(place: Place, groups: Groups) -> object:
 
 
 def left_behind(place: Place, groups: Groups) -> object:
-    """Names of segments of this process's group that are still in the file system."""
+    """Names under which the file system still knows the segment of this process's group."""
     groups.shard.barrier()
-    held = Path(f"/proc/{os.getpid()}/maps").read_text()
-    names = {path.name for path in FOLDER.glob("k3-*")}
-    return sorted(name for name in names if name in held)
+    held = [line for line in Path("/proc/self/maps").read_text().splitlines() if "k3-coll" in line]
+    assert held
+    return [line for line in held if not line.endswith("(deleted)")]
 
 
 SCENARIOS: dict[str, Callable[[Place, Groups], object]] = {
@@ -165,7 +164,11 @@ def main() -> None:
     torch.set_num_threads(1)
     place = Mesh(pp, tp, cp).place(rank)
     deadline_s = 20.0 if scenario in ("lost", "lost sum") else 60.0
-    wrap = partial(share, deadline_s=deadline_s) if how == "shared" else as_is
+    wrap = (
+        partial(share, deadline_s=deadline_s, n_neighbors=pp * tp * cp)
+        if how == "shared"
+        else as_is
+    )
     groups = join(place, "127.0.0.1", port, "gloo", deadline_s, wrap=wrap, listener=listener)
     print(json.dumps(SCENARIOS[scenario](place, groups)), flush=True)  # noqa: T201
     leave()
