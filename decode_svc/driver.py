@@ -85,6 +85,7 @@ class DecodeEngine(GroupEngine[Incarnation]):
     ) -> Incarnation:
         for warning in self._decode.warnings():
             log.warning(warning)
+        self.metrics.transfer.self_test.set(min(m.self_test.bytes_per_s for m in movers))
         return Incarnation(
             self._decode,
             instance_id,

@@ -49,6 +49,7 @@ class PrefillEngine(GroupEngine[Incarnation]):
     ) -> Incarnation:
         for warning in self._prefill.warnings():
             log.warning(warning)
+        self.metrics.transfer.self_test.set(min(m.self_test.bytes_per_s for m in movers))
         return Incarnation(
             self._prefill,
             instance_id,

@@ -221,6 +221,11 @@ class TransferConfig:
     handles_in_flight: int = key(4, "posted handles per pair of ranks", least=1)
     bytes_in_flight: int = key(256 << 20, "posted bytes per sending rank", unit="bytes", least=1)
     port_range: str = key("", "UCX_TCP_PORT_RANGE for the data plane, for example 41000-41050")
+    min_bandwidth: float = key(
+        0.0,
+        "GB/s that each rank must write to another process of its host at start, else it is not ready; 0 = not tested",
+        least=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class GroupEngine(ABC, Generic[L]):
         self._is_draining = False
         self._is_stopping = False
         self._lost = ""
+        self._slow: list[str] = []  # ranks that failed the self-test of transfers, with the reason
 
     @abstractmethod
     def _new_life(self, instance_id: str, movers: list[plan_pb2.MoverReady], ranks: Ranks) -> L:
@@ -233,6 +234,7 @@ class GroupEngine(ABC, Generic[L]):
             reasons.append(
                 ("restarting", self._lost) if self._lost else ("starting", "model loads")
             )
+        reasons += [("transfer_slow", reason) for reason in self._slow]
         if self._is_draining:
             reasons.append(("draining", "no new requests are taken"))
         return reasons
@@ -260,10 +262,18 @@ class GroupEngine(ABC, Generic[L]):
         versions = sorted({mover.nixl_version for mover in movers})
         if len(versions) != 1:
             raise GroupFailed(f"ranks run different transfer libraries: {versions}")
+        self._slow = [
+            f"rank {rank}: {mover.self_test.problem}"
+            for rank, mover in enumerate(movers)
+            if mover.self_test.problem
+        ]
         self._life = self._new_life(self._instance_id, movers, self._group)
         self._lost = ""
         self.load_changed.set()
-        log.info("instance ready", extra={"instance_id": self._instance_id})
+        if self._slow:
+            log.error("transfer self-test failed", extra={"reasons": self._slow})
+        else:
+            log.info("instance ready", extra={"instance_id": self._instance_id})
 
     async def _end_life(self, life: L, error: K3Error) -> None:
         self._life = None

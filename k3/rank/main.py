@@ -44,6 +44,7 @@ from k3.transfer.agent import Region, TransferAgent
 from k3.transfer.nixl import NIXL_VERSION, NixlAgent
 from k3.transfer.none import LIBRARY, NoAgent
 from k3.transfer.plan import Sharding
+from k3.transfer.self_test import measure
 from k3.v1 import plan_pb2
 
 log = logging.getLogger("k3.rank")
@@ -286,7 +287,7 @@ def _make_core(
         device = next(iter(storage.pools.values())).device
         torch.zeros(1, device=device).item()  # makes the GPU's context current in this thread
 
-    is_alone = config.role == "both"
+    is_alone, floor = config.role == "both", config.transfer.min_bandwidth
 
     def build() -> TransferAgent:
         if is_alone:
@@ -305,6 +306,7 @@ def _make_core(
         build=build,
         library_version=LIBRARY if is_alone else NIXL_VERSION,
         now=time.monotonic(),
+        self_test=measure(regions, floor) if floor and not is_alone else None,
     )
 
 

@@ -53,6 +53,7 @@ class MoverCore:
         build: Callable[[], TransferAgent],
         library_version: str,
         now: float,
+        self_test: plan_pb2.SelfTest | None = None,
     ) -> None:
         self._rank = rank
         self._build = build
@@ -64,7 +65,7 @@ class MoverCore:
         self._beat_at = now
         self._ended_at = now
         self._pause_s = LONGEST_S
-        self._statuses: list[Status] = [self._introduction()]
+        self._statuses: list[Status] = [self._introduction(self_test)]
 
     def take_statuses(self) -> list[Status]:
         """What the front must be told, in order; emptied by the call."""
@@ -166,7 +167,7 @@ class MoverCore:
         self._statuses += self._outgoing.statuses
         self._outgoing.statuses.clear()
 
-    def _introduction(self) -> Status:
+    def _introduction(self, self_test: plan_pb2.SelfTest | None = None) -> Status:
         endpoint = prefill_pb2.RankEndpoint(
             rank=self._rank,
             agent_name=self._agent.name,
@@ -174,7 +175,9 @@ class MoverCore:
             pools=[pool_of(region) for region in self._agent.regions],
         )
         return Status(
-            ready=plan_pb2.MoverReady(endpoint=endpoint, nixl_version=self._library_version)
+            ready=plan_pb2.MoverReady(
+                endpoint=endpoint, nixl_version=self._library_version, self_test=self_test
+            )
         )
 
     def _heartbeat(self) -> Status:

@@ -110,6 +110,10 @@ class TransferMetrics:
             "Connect calls of pairs.",
             result=("ok", "refused", "failed"),
         )
+        self.self_test = d.gauge(
+            "k3_transfer_self_test_bytes_per_second",
+            "What the slowest rank wrote in the start-up self-test; 0 = not tested, or failed.",
+        )
         self.leases_active = d.gauge("k3_transfer_leases_active", "Destinations under a lease.")
         self.leases_expired = d.counter(
             "k3_transfer_leases_expired_total", "Leases that ran out without a heartbeat."

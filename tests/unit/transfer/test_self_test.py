@@ -1,0 +1,30 @@
+"""The self-test of transfers between two processes, without a service around it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from k3.transfer.agent import Region
+from k3.transfer.self_test import BYTES, measure
+
+pytestmark = pytest.mark.e2e
+
+
+def region(memory: np.ndarray, kind: str = "DRAM", device: int = 0) -> Region:
+    return Region("pool", memory.ctypes.data, device, kind, 64, memory.nbytes // 64)
+
+
+def test_the_largest_pool_is_written_and_its_rate_told():
+    small, large = np.zeros(64, np.uint8), np.zeros(1 << 20, np.uint8)
+    assert large.nbytes < BYTES
+    found = measure([region(small), region(large)], 0.001)
+    assert found.problem == ""
+    assert found.bytes_per_s > 1e6
+
+
+def test_a_peer_that_cannot_start_is_a_problem_and_no_exception():
+    found = measure([region(np.zeros(64, np.uint8), "VRAM", device=99)], 0.001)
+    assert found.bytes_per_s == 0
+    assert "the other process ended with code 1" in found.problem
+    assert "transfer.min_bandwidth=0.001" in found.problem
