@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import step_cpu
 import torch
 import triton
 from stand_in import stand_in
@@ -295,7 +296,10 @@ def _shape(word: str) -> tuple[int, int, int]:
 
 def main() -> None:
     """Measure, print, write; exit status 1 when an answer was wrong."""
+    if "--cpu" in sys.argv:
+        return step_cpu.main([word for word in sys.argv[1:] if word != "--cpu"])
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="on a CPU; --cpu --help tells more")
     parser.add_argument("--sections", default="mini,mix")
     parser.add_argument("--shapes", default="32x32768x8,32x32768x1,8x4096x8", help="of the mix")
     parser.add_argument("--top", action="store_true", help="list the kernels that take most")

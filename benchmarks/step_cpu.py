@@ -1,17 +1,23 @@
-"""Time of one decode step's forward on a CPU: `python benchmarks/step_cpu.py [--backends reference native]`.
+"""Time of one decode step's forward on a CPU: `python benchmarks/step.py --cpu [--backends reference native]`.
 
 Model step only (layers, final norm, head), one thread, embedded model in float32: `rows` verify groups of `group`
 tokens with `--context` tokens cached. Backends take turns of ten steps, so that both see the same machine; of their CPU
-times the lower decile counts, which another process on the core disturbs least.
+times the lower decile counts, which another process on the core disturbs least. `--compare llama.cpp` measures
+llama.cpp beside ours instead (`compare_llama.py`) and writes a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
+from compare_llama import compare
 from k3_kernels.api import Backends, select
+from llama_child import interpreter
 
 from k3.config.resolve import EMBEDDED_MODEL
 from k3.model.batch import VerifyBatch
@@ -58,31 +64,54 @@ class Runner:
         self.stage.logits(self.stage.hidden(output.frame))
         return time.thread_time() - started
 
+    def ten(self) -> list[float]:
+        """CPU seconds of a turn's steps."""
+        return [self.step() for _ in range(10)]
 
-def main() -> None:
-    """Print one table row per shape."""
-    parser = argparse.ArgumentParser(description=__doc__)
+
+def table(backends: Sequence[str], context: int, turns: int) -> None:
+    """Print one row per shape."""
+    print("| rows | tokens each |", " | ".join(f"{name}, ms" for name in backends), "| ratio |")
+    print("| ---: | ---: |", " | ".join("---:" for _ in backends), "| ---: |")
+    for rows, group in SHAPES:
+        runners = [Runner(name, rows, group, context) for name in backends]
+        times: list[list[float]] = [[] for _ in runners]
+        for _ in range(turns):
+            for runner, column in zip(runners, times, strict=True):
+                column += runner.ten()
+        for column in times:
+            column.sort()
+        ms = [column[len(column) // 10] * 1e3 for column in times]
+        figures = " | ".join(f"{t:.2f}" for t in ms)
+        print(f"| {rows} | {group} | {figures} | {ms[0] / ms[-1]:.1f} |", flush=True)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print; with `--compare` the exit status is 1 when an answer was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backends", nargs="+", default=["reference", "native"])
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=6)
-    args = parser.parse_args()
+    parser.add_argument("--turns", type=int, help="default 6, with --compare 3")
+    parser.add_argument("--compare", choices=["llama.cpp"])
+    parser.add_argument("--llama-python", type=Path, help="an interpreter that imports llama_cpp")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args(words)
     torch.set_num_threads(1)
-    print(
-        "| rows | tokens each |", " | ".join(f"{name}, ms" for name in args.backends), "| ratio |"
-    )
-    print("| ---: | ---: |", " | ".join("---:" for _ in args.backends), "| ---: |")
+    if args.compare is None:
+        with torch.inference_mode():
+            table(args.backends, args.context, args.turns or 6)
+        return
+    python = interpreter(args.llama_python)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{datetime.now(UTC):%Y-%m-%d}-step-cpu-llama.md"
     with torch.inference_mode():
-        for rows, group in SHAPES:
-            runners = [Runner(name, rows, group, args.context) for name in args.backends]
-            times: list[list[float]] = [[] for _ in runners]
-            for _ in range(args.turns):
-                for runner, column in zip(runners, times, strict=True):
-                    column += [runner.step() for _ in range(10)]
-            for column in times:
-                column.sort()
-            ms = [column[len(column) // 10] * 1e3 for column in times]
-            figures = " | ".join(f"{t:.2f}" for t in ms)
-            print(f"| {rows} | {group} | {figures} | {ms[0] / ms[-1]:.1f} |", flush=True)
+        runners = {
+            name: Runner(backend, 1, 1, args.context)
+            for name, backend in (("eager torch", "reference"), ("native", "native"))
+        }
+    ours = {name: runner.ten for name, runner in runners.items()}
+    is_right = compare(path, python, ours, args.context, args.turns or 3)
+    raise SystemExit(0 if is_right else 1)
 
 
 if __name__ == "__main__":
