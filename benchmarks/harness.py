@@ -10,9 +10,11 @@ operations over the measured bfloat16 matrix rate: no version runs much faster.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -146,3 +148,41 @@ def measure_card() -> Card:
 def best_time(rows: Iterable[Row]) -> float:
     """Time of the fastest right row; infinity without one."""
     return min((row.time_us for row in rows if row.right), default=float("inf"))
+
+
+def bars(
+    path: Path,
+    cases: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    label: str,
+    *,
+    line: float | None = None,
+    is_log: bool = False,
+) -> str:
+    """A picture of horizontal bars, one group per case and one colour per series; returns Markdown that shows it.
+
+    NaN leaves a bar out. label: what the bars measure, with its unit; line: a value to compare all with.
+    """
+    if find_spec("matplotlib") is None:
+        return f"Not drawn, matplotlib is not installed: {label}."
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    plt: Any = pyplot  # its stubs are partial
+    height = 0.8 / len(series)
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.5 * len(cases)), layout="constrained")
+    for i, (name, values) in enumerate(series.items()):
+        axes.barh([case + i * height for case in range(len(cases))], values, height, label=name)
+    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], cases, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    if is_log:
+        axes.set_xscale("log")
+    if line is not None:
+        axes.axvline(line, color="grey", linewidth=0.5)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return f"![{label}]({path.name})"

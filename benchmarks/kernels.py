@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import platform
 import shlex
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 import triton
-from harness import Card, Row, Section, best_time, measure_card
+from harness import Card, Row, Section, bars, best_time, measure_card
 
 HERE = Path(__file__).resolve().parent
 
@@ -72,28 +73,15 @@ def table(rows: list[Row], card: Card) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[Row], card: Card, path: Path) -> None:
-    """Fraction of the floor, one group of bars per case, one colour per backend."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def plot(rows: list[Row], card: Card, path: Path) -> str:
+    """Fraction of the floor, one group of bars per case, one colour per backend; returns Markdown that shows it."""
     cases = list(dict.fromkeys(row.case for row in rows))
     backends = list(dict.fromkeys(row.backend for row in rows))
-    height = 0.8 / len(backends)
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(cases)), layout="constrained")
-    for i, backend in enumerate(backends):
-        mine = [row for row in rows if row.backend == backend]
-        at = [cases.index(row.case) + i * height for row in mine]
-        axes.barh(at, [card.floor_us(r) / r.time_us for r in mine], height, label=backend)
-    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], cases, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"fraction of floor, {card.name}")
-    axes.axvline(1, color="grey", linewidth=0.5)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    reached = {(row.backend, row.case): card.floor_us(row) / row.time_us for row in rows}
+    series = {
+        backend: [reached.get((backend, case), math.nan) for case in cases] for backend in backends
+    }
+    return bars(path, cases, series, f"fraction of floor, {card.name}", line=1)
 
 
 def _heading(card: Card) -> str:
@@ -136,9 +124,7 @@ def main() -> None:
         name = section.TITLE.lower().split()[0]
         text += [f"## {section.TITLE}", "", table(rows, card), ""]
         text += [f"Not here: {line}" for line in section.missing_peers()]
-        picture = arguments.out / f"{stem}-{name}.png"
-        plot(rows, card, picture)
-        text += ["", f"![fraction of floor]({picture.name})", ""]
+        text += ["", plot(rows, card, arguments.out / f"{stem}-{name}.png"), ""]
         report = "\n".join(text)
         (arguments.out / f"{stem}.md").write_text(
             report

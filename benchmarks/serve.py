@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+from harness import bars
 
 from k3.bench.load import Arrivals, drive
 from k3.bench.prompts import ChatWorkload
@@ -121,6 +122,15 @@ def serve(name: str, arguments: argparse.Namespace) -> Served:
     return Served(name, start_s, n_right, arguments.samples, single, loaded)
 
 
+def plot(served: list[Served], path: Path) -> str:
+    """Tokens per second of every layout; returns Markdown that shows it."""
+    series = {
+        "one request at a time": [s.single for s in served],
+        "under load": [s.loaded.output_tokens_per_s for s in served],
+    }
+    return bars(path, [s.layout for s in served], series, "tokens/s")
+
+
 def main() -> None:
     """Measure, print, write; exit status 1 when an answer was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -137,6 +147,8 @@ def main() -> None:
     for name in arguments.layout.split(","):
         served.append(serve(name, arguments))
         print(served[-1], flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = f"{datetime.now(UTC):%Y-%m-%d}-serve-{arguments.device}"
     text = "\n".join(
         (
             f"# Services over GPUs, {datetime.now(UTC):%Y-%m-%d}",
@@ -153,10 +165,11 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|",
             *map(_row, served),
             "",
+            plot(served, arguments.out / f"{stem}.png"),
+            "",
         )
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{datetime.now(UTC):%Y-%m-%d}-serve-{arguments.device}.md").write_text(text)
+    (arguments.out / f"{stem}.md").write_text(text)
     print(text)
     raise SystemExit(1 if any(s.n_right < s.n_asked for s in served) else 0)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import step_cpu
 import torch
 import triton
+from harness import bars
 from stand_in import stand_in
 from step_mix import ROOM, mix_step
 from torch.profiler import ProfilerActivity, profile
@@ -285,8 +286,18 @@ class Report:
         )
 
     def write(self) -> None:
-        """To the file."""
-        self.path.write_text(self.text())
+        """To the file, with a picture of the steps beside it."""
+        self.path.write_text(f"{self.text()}\n{self.plot()}\n" if self.steps else self.text())
+
+    def plot(self) -> str:
+        """Draws the steps; returns Markdown that shows them."""
+        series = {
+            "captured": [s.captured_us for s in self.steps],
+            "its kernels": [s.kernels_us for s in self.steps],
+            "loop": [s.wall_us for s in self.steps],
+        }
+        cases = [s.case for s in self.steps]
+        return bars(self.path.with_suffix(".png"), cases, series, "microseconds", is_log=True)
 
 
 def _shape(word: str) -> tuple[int, int, int]:

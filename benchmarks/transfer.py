@@ -12,6 +12,7 @@ arrived is compared with what was sent.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import platform
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness import bars
 from torch import Tensor
 
 from k3.transfer.agent import Handle, Region, Stripes
@@ -58,6 +60,23 @@ CASES = (
     Case("states, 69 layers of 12 heads", 69 * 12 * 128 * 128 * 4, 4, in_runs=True, bar=350),
     Case("pages, layer by layer, random order", PAGE, 1536, in_runs=False, bar=0),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a case reached: GB/s over `n` pieces, and whether every byte arrived."""
+
+    case: Case
+    n: int
+    rate: float
+    is_right: bool
+
+    def text(self) -> str:
+        """Of the table."""
+        case = self.case
+        bar = f"{case.bar:g}" if case.bar else ""
+        cells = (case.name, str(self.n), str(case.piece), f"{self.rate:.1f}", bar)
+        return f"| {' | '.join(cells)} | {'yes' if self.is_right else 'NO'} |"
 
 
 def handles(case: Case, n: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -168,8 +187,8 @@ def peer_copy_rate(n_bytes: int) -> float:
     return n_bytes / statistics.median(spans) / 1e9
 
 
-def measure(n_bytes: int, gpus: tuple[int, int]) -> list[str]:
-    """A table row per case."""
+def measure(n_bytes: int, gpus: tuple[int, int]) -> list[Row]:
+    """Every case, one after the other."""
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
     process = context.Process(target=receive, args=(n_bytes, gpus[1], far), daemon=True)
@@ -180,18 +199,15 @@ def measure(n_bytes: int, gpus: tuple[int, int]) -> list[str]:
         raise SystemExit(f"the receiver did not start in {DEADLINE_S:g} s")
     name, metadata, target = pipe.recv()
     agent.connect(name, metadata)
-    rows: list[str] = []
+    rows: list[Row] = []
     for case in CASES:
         source_stripes, target_stripes = stripes(region, case.piece), stripes(target, case.piece)
         lists, n = agent.prepare(name, source_stripes, target_stripes), source_stripes.count
         spans = [write_all(agent, lists, case, n, seed, pipe) for seed in range(1 + ROUNDS)][1:]
         pipe.send(case)
-        ok = pipe.recv()
         rate = n * case.piece / statistics.median(spans) / 1e9
-        bar = f"{case.bar:g}" if case.bar else ""
-        row = (case.name, str(n), str(case.piece), f"{rate:.1f}", bar, "yes" if ok else "NO")
-        rows.append(f"| {' | '.join(row)} |")
-        print(rows[-1], flush=True)
+        rows.append(Row(case, n, rate, pipe.recv()))
+        print(rows[-1].text(), flush=True)
     pipe.send(None)
     agent.disconnect(name)
     agent.close()
@@ -212,30 +228,44 @@ def main() -> None:
     if torch.cuda.device_count() <= max(first, second):
         raise SystemExit(f"torch sees {torch.cuda.device_count()} GPUs; --gpus {arguments.gpus}")
     n_bytes = int(arguments.gib * (1 << 30))
-    plain = f"{peer_copy_rate(n_bytes):.0f}" if first != second else "not measured"
+    plain = peer_copy_rate(n_bytes) if first != second else math.nan
     rows = measure(n_bytes, (first, second))
-    settings = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("UCX_"))
-    text = "\n".join(
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    card = torch.cuda.get_device_name().lower().replace(" ", "-")
+    stem = f"{datetime.now(UTC):%Y-%m-%d}-transfer-{card}"
+    text = report(arguments.gpus, plain, rows, arguments.out / f"{stem}.png")
+    (arguments.out / f"{stem}.md").write_text(text)
+    print(text)
+    raise SystemExit(0 if all(row.is_right for row in rows) else 1)
+
+
+def report(gpus: str, plain: float, rows: list[Row], picture: Path) -> str:
+    """Markdown, and a picture of the rates beside their bars. plain: GB/s of a copy, NaN when not measured."""
+    settings = " ".join(
+        f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("UCX_", "NIXL_UCX_"))
+    )
+    series = {"measured": [row.rate for row in rows], "bar": [row.case.bar for row in rows]}
+    line = None if math.isnan(plain) else plain
+    shown = bars(picture, [row.case.name for row in rows], series, "GB/s; line: a copy", line=line)
+    copied = "not measured" if line is None else f"{plain:.0f} GB/s"
+    return "\n".join(
         (
             f"# Transfers from GPU to GPU on {torch.cuda.get_device_name()}, {datetime.now(UTC):%Y-%m-%d}",
             "",
             f"nixl {NIXL_VERSION}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
-            f"{platform.python_version()}, GPUs {arguments.gpus}, {settings or 'UCX by its own choice'}. "
-            f"A plain copy between the two: {plain} GB/s.",
+            f"{platform.python_version()}, GPUs {gpus}, {settings or 'UCX by its own choice'}. "
+            f"A plain copy between the two: {copied}.",
             "",
             f"    {shlex.join(['python', 'benchmarks/transfer.py', *sys.argv[1:]])}",
             "",
             "| what | pieces | bytes each | GB/s | bar | bytes right |",
             "|---|---|---|---|---|---|",
-            *rows,
+            *(row.text() for row in rows),
+            "",
+            shown,
             "",
         )
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    card = torch.cuda.get_device_name().lower().replace(" ", "-")
-    (arguments.out / f"{datetime.now(UTC):%Y-%m-%d}-transfer-{card}.md").write_text(text)
-    print(text)
-    raise SystemExit(1 if any("| NO |" in row for row in rows) else 0)
 
 
 if __name__ == "__main__":
