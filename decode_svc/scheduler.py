@@ -225,7 +225,7 @@ class DecodeScheduler:
         if len(self._in_flight) >= self.limits.depth:
             return None
         chosen = self._chosen()
-        if not chosen:
+        if all(map(self._may_be_done, chosen)):
             return None
         width = self.policy.width(chosen)
         rows = tuple(self._row_step(r, width) for r in chosen)
@@ -261,6 +261,15 @@ class DecodeScheduler:
         in_flight = request.plans_in_flight
         wants_more = len(request.outputs) + in_flight < request.spec.stop.max_tokens
         return wants_more and in_flight < self.limits.row_depth
+
+    def _may_be_done(self, request: DecodeRequest) -> bool:
+        """Whether the steps in flight may add the last token.
+
+        A step for such requests alone is likely to be for nobody; it waits for an answer.
+        """
+        steps = (s for plan in self._in_flight for s in plan.rows if s.request is request)
+        most = len(request.outputs) + sum(1 + step.draft_len for step in steps)
+        return most >= request.spec.stop.max_tokens
 
     def _row_step(self, request: DecodeRequest, width: int | None) -> RowStep:
         group = self.limits.group_len

@@ -92,6 +92,23 @@ def test_no_step_is_planned_for_a_row_that_surely_ends() -> None:
     assert s.plan() is None
 
 
+def test_a_step_for_rows_that_may_have_ended_waits_for_an_answer() -> None:
+    s = scheduler(depth=2, drafts=3)
+    run(s, n=5, m=6)
+    first, second = take(s), take(s)  # one token was there before them, the first may add four
+    answer(s, first, 2, 2)
+    assert s.plan() is None, "the step in flight may add the last three"
+    answer(s, second, 2)
+    assert take(s).rows[0].base_bound == 5 + 2 + 1
+
+
+def test_a_row_that_may_have_ended_takes_part_in_the_steps_of_others() -> None:
+    s = scheduler(pages=30, depth=2, drafts=3)
+    short, long = run(s, n=5, m=4), run(s, n=5, m=20)
+    first, second = take(s), take(s)
+    assert [[step.request for step in plan.rows] for plan in (first, second)] == 2 * [[short, long]]
+
+
 def test_memory_is_kept_until_the_last_plan_that_names_the_row_is_acknowledged() -> None:
     s = scheduler(depth=2)
     request = run(s, m=9)
