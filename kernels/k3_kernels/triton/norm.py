@@ -95,7 +95,9 @@ def _normed(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gated: bool) ->
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.norm.rms_norm` for x of two or three axes."""
+    """`reference.norm.rms_norm` for x of two axes or more; with more than three those in front follow each other."""
+    if x.dim() > 3:
+        return rms_norm(x.flatten(0, -3), weight, eps).view(x.shape)
     return _normed(x, x, weight, eps, gated=False)
 
 

@@ -27,7 +27,9 @@ def view(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype, atol", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (2, 3, 8), (1, 5000), (0, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 100), (2, 3, 8), (2, 3, 5, 8), (1, 5000), (0, 7)], ids=str
+)
 def test_rms_norm_equals_the_reference(
     shape: tuple[int, ...], dtype: torch.dtype, atol: float
 ) -> None:
