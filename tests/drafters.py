@@ -28,7 +28,7 @@ from k3.rpc.convert import logprobs_to_proto, sampling_to_proto, stop_to_proto
 from k3.sampling import RowSampling, TokenCounts, sample
 from k3.types import LogprobParams, SamplingParams, StopParams, TokenEvent
 from k3.v1 import plan_pb2
-from tests.model_runner import OPS, Pools, Request
+from tests.model_runner import Pools, Request
 
 CPU = torch.device("cpu")
 MASK = 1
@@ -150,7 +150,7 @@ class LocalEngine:
                 head=stage.head,
                 dtype=dtype,
                 device=CPU,
-                ops=OPS.dense,
+                ops=stage.ops.dense,
             )
             window = window or -(-room // page_tokens) * page_tokens
             places = ring_places(window, group, page_tokens)

@@ -11,6 +11,7 @@ Letters: B rows, G group tokens, K drafts, T = B * G, X taps, D hidden, V vocabu
 from __future__ import annotations
 
 import torch
+from k3_kernels.drafts import Accepted, DraftPlace, DraftView
 from torch import Tensor
 
 from decode_svc.rank.rows import DUMMY_ROW, RowTable
@@ -26,10 +27,14 @@ class Drafting:
         self._drafter = drafter
         self._ring = ring
         self._table = table
+        self._place = DraftPlace(ring.pool, ring.places, ring.window, table.draft_slot_R)
         self._offsets_G = torch.arange(1 + drafter.draft_tokens, device=table.device)
 
     def advance(self, rows_B: Tensor, base_B: Tensor, accepted_B: Tensor, taps_TXD: Tensor) -> None:
         """After the rows were committed: store the rows of what was accepted. base_B: where the groups began."""
+        if self._drafter.rows is not None:
+            self._drafter.rows(taps_TXD, Accepted(rows_B, base_B, accepted_B), self._place)
+            return
         offsets_G = self._offsets_G[: taps_TXD.shape[0] // rows_B.shape[0]]
         position_BG = base_B.unsqueeze(1) + offsets_G
         keep_BG = offsets_G <= accepted_B.unsqueeze(1)
@@ -42,14 +47,17 @@ class Drafting:
     def propose(self, rows_B: Tensor, max_base: int, flavour: Flavour) -> None:
         """Drafts for the rows' next groups. max_base: upper bound of their bases. flavour: of these rows."""
         table = self._table
-        base_B = table.base_R[rows_B]
-        context = self._ring.read(
-            table.draft_slot_R[rows_B], table.draft_start_R[rows_B], base_B, max_base
-        )
+        base_B, anchor_B, _, _, start_B, _, slot_B = table.words(rows_B).unbind(0)
         is_drawn = table.proposal_RKV is not None and flavour.sampled
         choose = self._drawing(rows_B, base_B, flavour) if is_drawn else None
-        drafter, anchor_B = self._drafter, table.anchor_R[rows_B]
-        hidden_BKD = drafter.hidden(context, anchor_B, base_B)[:, : drafter.draft_tokens]
+        drafter = self._drafter
+        if drafter.reads_rings:
+            view = DraftView(self._place, slot_B, start_B, base_B)
+            hidden_BKD = drafter.hidden_over(view, anchor_B)
+        else:
+            context = self._ring.read(slot_B, start_B, base_B, max_base)
+            hidden_BKD = drafter.hidden(context, anchor_B, base_B)
+        hidden_BKD = hidden_BKD[:, : drafter.draft_tokens]
         drafts_BK = drafter.draft(hidden_BKD, anchor_B, choose)
         table.propose(rows_B, drafts_BK)
         if table.confidence_RK is not None:

@@ -213,6 +213,10 @@ class RowTable:
         edits = self.edits.select(rows_B, bias=flavour.bias, ban=flavour.ban, counts=flavour.counts)
         return Recipe(params, flavour, edits)
 
+    def words(self, rows_B: Tensor) -> Tensor:
+        """A copy of what `base_R` to `draft_slot_R` say about some rows, [7, B] in that order."""
+        return self._words.index_select(1, rows_B)
+
     def commit(self, rows_B: Tensor, base_B: Tensor, accepted_B: Tensor, bonus_B: Tensor) -> None:
         """Overwrite the rows after a group was judged.
 

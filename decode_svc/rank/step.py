@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from k3_kernels import drafts
 from torch import Tensor
 
 from decode_svc.ledger import Ledger
@@ -73,11 +74,15 @@ class VerifyStep:
         if acceptance != "match" and table.proposal_RKV is None:
             raise ValueError(f"acceptance={acceptance!r} needs a row table that keeps proposals")
         self._rule = RULES.get(acceptance)
+        self._greedy: drafts.GreedyJudge | None = None
+        if stage.groups.shard.size == 1:
+            self._greedy = drafts.greedy_judge(stage.ops.dense)
         self._stage, self._caches, self._table = stage, caches, table
         self._drafting, self._runner, self._device = drafting, runner, device
         self.group = group
         most = runner.bucket(max_rows)
-        self._buffers = TableBuffers(table, ledger, stage.place.cp_rank, most, group)
+        derive = drafts.derive_tables(stage.ops.dense)
+        self._buffers = TableBuffers(table, ledger, stage.place.cp_rank, most, group, derive)
         self._masks = Masks(most, group, table.vocab_size, table.device)
         self._offsets_G = torch.arange(group, device=table.device)
         self._opened = torch.zeros(most, dtype=torch.int64, device=table.device)
@@ -199,10 +204,8 @@ class VerifyStep:
         frame, taps = stage.forward(incoming, self._caches, batch.verify)
         logits = stage.logits(stage.hidden(frame)).unflatten(0, (key.n_rows, key.group))
         self._forward_s = time.perf_counter() - started
-        drawn_BX = stage.groups.shard.broadcast(self._judge(batch, logits, flavour))
+        drawn_BX = self._settle(batch, logits, flavour)
         drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
-        bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
-        table.commit(batch.rows_B, batch.base_B, accepted_B, bonus_B)
         if flavour.counts:
             is_emitted_BG = self._offsets_G[: key.group] <= accepted_B.unsqueeze(1)
             table.edits.count(batch.rows_B, drawn_BG, is_emitted_BG)
@@ -214,6 +217,21 @@ class VerifyStep:
         if table.confidence_RK is not None:
             self._drawn.confidence[: key.n_rows].copy_(table.confidence_RK[batch.rows_B])
 
+    def _settle(self, batch: GroupBatch, logits_BGV: Tensor, flavour: Flavour) -> Tensor:
+        """Judge the groups and overwrite their rows; tokens and accepted drafts, [B, G + 1], on every rank."""
+        table, rows_B = self._table, batch.rows_B
+        if self._greedy is not None and not flavour.sampled:
+            scores = logits_BGV
+            if flavour.edits:
+                scores = self._scores(batch, table.recipe(rows_B, flavour), logits_BGV)
+            words = drafts.RowWords(batch.base_B, table.base_R, table.anchor_R, table.read_column_R)
+            return self._greedy(scores, batch.drafts_BK, batch.draft_len_B, rows_B, words)
+        drawn_BX = self._stage.groups.shard.broadcast(self._judge(batch, logits_BGV, flavour))
+        drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
+        bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
+        table.commit(rows_B, batch.base_B, accepted_B, bonus_B)
+        return drawn_BX
+
     def _judge(self, batch: GroupBatch, logits_BGV: Tensor, flavour: Flavour) -> Tensor:
         """Tokens as emitted and accepted drafts of each row, [B, G + 1]; ranks other than 0 only make room for them."""
         n_rows, group = logits_BGV.shape[:2]
@@ -221,15 +239,20 @@ class VerifyStep:
             return batch.rows_B.new_empty(n_rows, group + 1)
         recipe = self._table.recipe(batch.rows_B, flavour)
         position_BG = batch.next_T.view(n_rows, group)
-        allowed = None
-        if flavour.masks:
-            allowed = unpack_mask(self._masks.words_BGW[:n_rows, :group], self._table.vocab_size)
-        scores = recipe.scores(logits_BGV, position_BG, batch.drafts_BK, allowed)
+        scores = self._scores(batch, recipe, logits_BGV)
         if self._rule is not None and flavour.sampled and group > 1:
             return self._weigh(batch, recipe, scores, position_BG)
         drawn_BG = recipe.draw(scores, position_BG)
         accepted_B = accept(drawn_BG, batch.drafts_BK, batch.draft_len_B)
         return torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
+
+    def _scores(self, batch: GroupBatch, recipe: Recipe, logits_BGV: Tensor) -> Tensor:
+        """What is drawn from, with the rows' edits and masks."""
+        n_rows, group = logits_BGV.shape[:2]
+        position_BG, allowed = batch.next_T.view(n_rows, group), None
+        if recipe.flavour.masks:
+            allowed = unpack_mask(self._masks.words_BGW[:n_rows, :group], self._table.vocab_size)
+        return recipe.scores(logits_BGV, position_BG, batch.drafts_BK, allowed)
 
     def _weigh(
         self, batch: GroupBatch, recipe: Recipe, scores_BGV: Tensor, position_BG: Tensor

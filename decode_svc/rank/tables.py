@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from k3_kernels import drafts
 from k3_kernels.reference.tables import verify_tables
 from torch import Tensor
 
@@ -36,8 +37,16 @@ class TableBuffers:
     """Persistent inputs for up to `max_rows` rows."""
 
     def __init__(
-        self, table: RowTable, ledger: Ledger, cp_rank: int, max_rows: int, group: int
+        self,
+        table: RowTable,
+        ledger: Ledger,
+        cp_rank: int,
+        max_rows: int,
+        group: int,
+        whole: drafts.DeriveTables | None = None,
     ) -> None:
+        """whole: derives everything as one operation."""
+        self._whole = whole
         self._table = table
         self._ledger = ledger
         self._cp_rank = cp_rank
@@ -98,15 +107,49 @@ class TableBuffers:
 
         group: tokens of each row, the most there is room for by default.
         """
-        table, group = self._table, group or self.group
+        group = group or self.group
         rows_B, t = self._rows[:n], n * group
+        if self._whole is not None:
+            self._whole(self._source(n), self._tables(n, t), group)
+        else:
+            self._derive(n, group)
+        batch = VerifyBatch(
+            token_ids_T=self._tokens[:t],
+            page_table_BW=self._pages[:n],
+            slot_T=self._slot_T[:t],
+            bound_T=self._bound_T[:t],
+            state_slots_B=self._slots[:n],
+            read_column_B=self._columns[:n],
+            group=group,
+            max_bound=min(self._ledger.local_len(max_len, self._cp_rank), self._room),
+        )
+        drafts_BK = self._tokens[:t].view(n, group)[:, 1:]
+        base_B, draft_len_B = self._base[:n], self._draft_len[:n]
+        return GroupBatch(batch, rows_B, base_B, drafts_BK, draft_len_B, self._next_T[:t])
+
+    def _source(self, n: int) -> drafts.RowSource:
+        table, ledger = self._table, self._ledger
+        return drafts.RowSource(
+            *(self._rows[:n], self._limits[:n], table.base_R, table.anchor_R),
+            *(table.draft_len_R, table.read_column_R, table.drafts_RK, self._pages[:n]),
+            *(ledger.page_tokens, ledger.cp, self._cp_rank),
+        )
+
+    def _tables(self, n: int, t: int) -> drafts.GroupTables:
+        return drafts.GroupTables(
+            *(self._tokens[:t], self._slot_T[:t], self._bound_T[:t], self._next_T[:t]),
+            *(self._base[:n], self._columns[:n], self._draft_len[:n]),
+        )
+
+    def _derive(self, n: int, group: int) -> None:
+        """Part by part."""
+        table, rows_B, t = self._table, self._rows[:n], n * group
         base_B = torch.index_select(table.base_R, 0, rows_B, out=self._base[:n])
         torch.index_select(table.read_column_R, 0, rows_B, out=self._columns[:n])
-        drafts_BK = table.drafts_RK[rows_B, : group - 1]
         tokens_BG = self._tokens[:t].view(n, group)
         tokens_BG[:, 0] = table.anchor_R[rows_B]
         if group > 1:
-            tokens_BG[:, 1:] = drafts_BK
+            tokens_BG[:, 1:] = table.drafts_RK[rows_B, : group - 1]
         draft_len_B = torch.minimum(
             table.draft_len_R[rows_B], self._limits[:n], out=self._draft_len[:n]
         )
@@ -119,14 +162,3 @@ class TableBuffers:
         self._slot_T[:t].copy_(slot)
         self._bound_T[:t].copy_(bound)
         torch.add(position, 1, out=self._next_T[:t])
-        batch = VerifyBatch(
-            token_ids_T=self._tokens[:t],
-            page_table_BW=self._pages[:n],
-            slot_T=self._slot_T[:t],
-            bound_T=self._bound_T[:t],
-            state_slots_B=self._slots[:n],
-            read_column_B=self._columns[:n],
-            group=group,
-            max_bound=min(ledger.local_len(max_len, self._cp_rank), self._room),
-        )
-        return GroupBatch(batch, rows_B, base_B, drafts_BK, draft_len_B, self._next_T[:t])

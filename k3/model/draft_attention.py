@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from k3_kernels.api import DenseOps
+from k3_kernels.drafts import DraftRotation
 from torch import Tensor
 
 from k3.model.dspark_spec import DraftSpec, GqaDraft, MlaDraft, Rope
@@ -28,6 +29,11 @@ class Rotation:
         self.is_interleaved = rope.is_interleaved
         self.amplitude = rope.amplitude
         self.frequencies = torch.tensor(rope.frequencies(), dtype=wide(dtype), device=device)
+
+    def whole(self) -> DraftRotation:
+        """For a backend that rotates where it computes."""
+        dim = 2 * len(self.frequencies)
+        return DraftRotation(self.frequencies, self.amplitude, dim, self.is_interleaved)
 
     def at(self, positions: Tensor) -> Turn:
         """positions: absolute, int64, any shape."""

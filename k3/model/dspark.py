@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from k3_kernels import layers
+from k3_kernels import drafts, layers
 from k3_kernels.api import DenseOps
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -74,6 +74,18 @@ class DraftContext:
         rows = [layer(context, turn) for layer in self.layers]
         return torch.stack(rows, 1 if self.spec.flavour == "mla" else 2)
 
+    def whole(self) -> drafts.AnyContext:
+        """For a backend that writes rows where they lie."""
+        ends = (tuple(rows.norm for rows in self.layers), self.rotation.whole(), self.spec.eps)
+        heads = [rows for rows in self.layers if isinstance(rows, HeadRows)]
+        if heads:
+            keys, values = tuple(rows.k for rows in heads), tuple(rows.v for rows in heads)
+            return drafts.HeadContext(self.projection, self.norm, keys, values, *ends)
+        latent = (rows for rows in self.layers if isinstance(rows, LatentRows))
+        return drafts.DraftContext(
+            self.projection, self.norm, tuple(rows.down for rows in latent), *ends
+        )
+
 
 class DraftLayer:
     """One pre-norm layer of the block."""
@@ -87,6 +99,7 @@ class DraftLayer:
         weights: Weights,
         layer: int,
         rows: LatentRows | HeadRows,
+        rotation: Rotation,
     ) -> None:
         prefix = f"layers.{layer}."
         self.eps, self.comm, self.ops, self.rows = spec.eps, comm, ops, rows
@@ -100,15 +113,23 @@ class DraftLayer:
         prefix += "self_attn."
         self.attention: LatentAttention | HeadAttention
         self.block: layers.DraftBlock | None = None
+        self.ring: drafts.RingBlock | None = None
         match spec.attention:
             case MlaDraft() as attention:
                 own = LatentAttention(spec, attention, shard, ops, weights, prefix)
                 self.attention = own
                 assert isinstance(rows, LatentRows), "rows are of the attention's flavour"
                 if comm.size == 1:
-                    self.block = layers.draft_block(ops, self._whole(spec, own, rows))
+                    whole = self._whole(spec, own, rows)
+                    self.block = layers.draft_block(ops, whole)
+                    self.ring = drafts.ring_block(ops, whole, rotation.whole())
             case GqaDraft() as attention:
-                self.attention = HeadAttention(spec, attention, shard, ops, weights, prefix)
+                heads = HeadAttention(spec, attention, shard, ops, weights, prefix)
+                self.attention = heads
+                assert isinstance(rows, HeadRows), "rows are of the attention's flavour"
+                if comm.size == 1:
+                    whole_heads = self._whole_heads(spec, heads, rows)
+                    self.ring = drafts.ring_block(ops, whole_heads, rotation.whole())
 
     def _whole(
         self, spec: DraftSpec, attention: LatentAttention, rows: LatentRows
@@ -119,6 +140,15 @@ class DraftLayer:
             *(attention.spec.nope_dim, attention.spec.rope_dim, attention.scale),
             *(spec.rope.is_interleaved, attention.o),
             *(self.mlp_norm, self.gate_up, self.down, self.eps),
+        )
+
+    def _whole_heads(
+        self, spec: DraftSpec, attention: HeadAttention, rows: HeadRows
+    ) -> drafts.HeadLayer:
+        return drafts.HeadLayer(
+            *(self.input_norm, attention.q, attention.norm, rows.k, rows.v, rows.norm),
+            *(spec.n_heads, attention.n_kv_heads, attention.head_dim, attention.scale),
+            *(attention.o, self.mlp_norm, self.gate_up, self.down, self.eps),
         )
 
     def __call__(self, x_BKD: Tensor, turn_BK: Turn, context: LayerRows) -> Tensor:
@@ -192,11 +222,15 @@ class Drafter:
         self.block = spec.block(draft_tokens)
         self.context = DraftContext(spec, shard, ops, weights)
         self.layers = [
-            DraftLayer(spec, shard, comm, ops, weights, i, rows)
+            DraftLayer(spec, shard, comm, ops, weights, i, rows, self.context.rotation)
             for i, rows in enumerate(self.context.layers)
         ]
         self.norm = weights.take("final_norm.weight" if spec.flavour == "mla" else "norm.weight")
         self.sequential = SequentialHead(spec, ops, weights)
+        whole = self.context.whole()
+        self.rows: drafts.DraftRows | None = None
+        if comm.size == 1:
+            self.rows = drafts.draft_rows(ops, whole)
         self.embed, self.head, self.comm = embed, head, comm
         self._slots_K = torch.arange(self.block, device=weights.device)
         self._masks = torch.full((1, self.block - 1), spec.mask_token_id, device=weights.device)
@@ -209,14 +243,33 @@ class Drafter:
     @torch.no_grad()
     def hidden(self, context: Context, anchor_B: Tensor, base_B: Tensor) -> Tensor:
         """Finished slots [B, K, D] of blocks whose anchors stand at `base`."""
-        ids_BK = torch.cat((anchor_B.unsqueeze(1), self._masks.expand(len(anchor_B), -1)), 1)
+        x = self._inputs(anchor_B)
         turn_BK = self.context.rotation.at(base_B.unsqueeze(1) + self._slots_K)
-        x = self.embed(ids_BK.flatten()).unflatten(0, ids_BK.shape)
-        seen_BM = torch.cat((context.seen_BN, torch.ones_like(ids_BK, dtype=torch.bool)), 1)
+        own_BK = context.seen_BN.new_ones(x.shape[:2])
+        seen_BM = torch.cat((context.seen_BN, own_BK), 1)
         for i, layer in enumerate(self.layers):
             rows = LayerRows(context.layer(i, self.spec.flavour), seen_BM)
             x = layer(x, turn_BK, rows)
         return self.ops.rms_norm(x, self.norm, self.spec.eps)
+
+    @property
+    def reads_rings(self) -> bool:
+        """Whether `hidden_over` may be called."""
+        return all(layer.ring is not None for layer in self.layers)
+
+    @torch.no_grad()
+    def hidden_over(self, view: drafts.DraftView, anchor_B: Tensor) -> Tensor:
+        """As `hidden`, over the ring where it lies."""
+        x = self._inputs(anchor_B)
+        for i, layer in enumerate(self.layers):
+            assert layer.ring is not None, "asked of a drafter that reads rings"
+            x = layer.ring(x, view, i)
+        return self.ops.rms_norm(x, self.norm, self.spec.eps)
+
+    def _inputs(self, anchor_B: Tensor) -> Tensor:
+        """Embedded slots [B, K, D]."""
+        ids_BK = torch.cat((anchor_B.unsqueeze(1), self._masks.expand(len(anchor_B), -1)), 1)
+        return self.embed(ids_BK.flatten()).unflatten(0, ids_BK.shape)
 
     @torch.no_grad()
     def propose(

@@ -1,15 +1,33 @@
-"""What surrounds the other kernels on GPUs: torch's matrix products, norms and activations in one launch each."""
+"""What surrounds the other kernels on GPUs: torch's matrix products, norms and activations in one launch each.
+
+A drafter's block, context rows and drafts, and the judgement of greedy groups, likewise in few (`k3_kernels.drafts`).
+"""
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from k3_kernels.api import BackendError, Projection
-from k3_kernels.triton import norm
+from k3_kernels.drafts import (
+    AnyContext,
+    AnyLayer,
+    DeriveTables,
+    DraftRotation,
+    DraftRows,
+    GreedyJudge,
+    HeadContext,
+    HeadLayer,
+    RingBlock,
+)
+from k3_kernels.layers import DraftHead, DraftLayer
+from k3_kernels.triton import draft_heads, norm
+from k3_kernels.triton.draft_attend import TritonDraftBlock, fits
+from k3_kernels.triton.draft_rows import TritonDraftRows
+from k3_kernels.triton.draft_tokens import TritonDraftTokens
+from k3_kernels.triton.judge import judge
+from k3_kernels.triton.products import Product
+from k3_kernels.triton.tables import derive
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,4 +47,35 @@ class TritonDense:
                 f"backends.kda=triton: weights of {weight_OI.dtype}: expected one of {', '.join(map(str, DTYPES))}; "
                 "set backends.kda=reference"
             )
-        return partial(linear, weight=weight_OI)
+        return Product(weight_OI)
+
+    def draft_block(self, layer: DraftLayer) -> None:
+        """Blocks read the ring where it lies: `ring_block`."""
+
+    def ring_block(self, layer: AnyLayer, rotation: DraftRotation) -> RingBlock | None:
+        """Layers whose heads fit a program's tiles."""
+        match layer:
+            case DraftLayer() if fits(layer):
+                return TritonDraftBlock(layer, rotation)
+            case HeadLayer() if draft_heads.fits(layer):
+                return draft_heads.TritonHeadBlock(layer, rotation)
+            case _:
+                return None
+
+    def draft_rows(self, context: AnyContext) -> DraftRows:
+        """Any."""
+        if isinstance(context, HeadContext):
+            return draft_heads.TritonHeadRows(context)
+        return TritonDraftRows(context)
+
+    def draft_tokens(self, head: DraftHead) -> TritonDraftTokens:
+        """Any."""
+        return TritonDraftTokens(head)
+
+    def greedy_judge(self) -> GreedyJudge:
+        """In float32."""
+        return judge
+
+    def derive_tables(self) -> DeriveTables:
+        """Any."""
+        return derive
