@@ -165,9 +165,12 @@ def answers(case: str, alone: Alone) -> Answers:
 
 
 def wall_us(alone: Alone) -> float:
-    """Of a step of the loop in the middle of a long answer: the difference of a longer and a shorter one."""
+    """Of a step of the loop in the middle of a long answer: the difference of a longer and a shorter one.
+
+    The longer one leaves room for the replays that follow: each moves its row on by up to eight tokens.
+    """
     seen: list[tuple[float, int]] = []
-    for n_tokens in (100, 1000):
+    for n_tokens in (100, 500):
         t = alone.totals
         before = (t.seconds - t.fill_s, t.n_steps)
         alone.answer(asked(n_tokens))
