@@ -76,6 +76,7 @@ def steps(arguments: argparse.Namespace, run: Run, end: float) -> None:
         numbers(arguments.batches or BATCHES[arguments.device]),
         tuple(n for n in numbers(arguments.ranks) if n <= arguments.gpus),
         0.25 if arguments.device == "cuda" else 0.01,
+        numbers(arguments.alone),
     )
     validate_steps.measure(settings, end, run.say, lambda figures: run.keep("steps", figures))
 
@@ -133,7 +134,7 @@ TITLES = {
 
 def numbers(text: str) -> tuple[int, ...]:
     """Of `1,2,4`."""
-    return tuple(int(word) for word in text.split(","))
+    return tuple(int(word) for word in text.split(",") if word)
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
@@ -150,6 +151,9 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", default="", help="of the steps, tokens of each request")
     parser.add_argument("--batches", default="", help="of the steps, requests")
     parser.add_argument("--ranks", default="1,2,4,8", help="sizes of decode groups, as they fit")
+    parser.add_argument(
+        "--alone", default="8", help="sizes of groups one rank of which is timed without messages"
+    )
     parser.add_argument("--depth", type=int, default=12, help="layers of the stand-in")
     parser.add_argument("--pool-gib", type=float, default=4.0, help="of each device's transfers")
     parser.add_argument("--add", type=Path, help="JSON of an earlier run, for parts not run now")

@@ -46,16 +46,23 @@ def by_part(model: StandIn, point: Point) -> Features:
     keys = layout.local_len(point.length) * load.tokens
     n_ops = 2 * sizes.mla_layers * keys * sizes.heads / layout.tp * (sizes.row + sizes.latent)
     weights = floor.mla_weights + floor.lm_head
+    sends = 0.0 if point.alone else 1.0
     return {
         "attention bytes": floor.kv_bytes_per_rank / PAPER.mem_bw,
         "attention operations": n_ops / PAPER.flops,
         "kda": floor.kda,
         "experts": floor.moe,
         "other weights": weights + 2 * model.dense_parameters / layout.ranks / PAPER.mem_bw,
-        "link": floor.mla_all_to_all + floor.all_reduce,
-        "message": late.total - floor.total,
+        "link": sends * (floor.mla_all_to_all + floor.all_reduce),
+        "message": sends * (late.total - floor.total),
         "step": 1e-3,
     }
+
+
+def messages_s(model: StandIn, point: Point, factors: Features) -> float:
+    """Seconds that the messages of a point's step take by a calibration, whether they were sent or not."""
+    parts = by_part(model, replace(point, alone=False))
+    return sum(factors[name] * parts[name] for name in ("link", "message"))
 
 
 def uniform(model: StandIn, point: Point) -> Features:

@@ -7,7 +7,7 @@ from typing import Any
 
 from validate_fit import Fit
 from validate_ranks import Point
-from validate_steps import fits, from_tree
+from validate_steps import fits, from_tree, placed
 
 COLORS = ("tab:gray", "tab:red", "tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
 
@@ -32,18 +32,13 @@ def plot(part: dict[str, Any], path: Path) -> None:
         squeeze=False,
         sharex=True,
     )
-    layouts = sorted({(p.ranks, p.layout) for p in points})
+    layouts = sorted({(p.ranks, placed(p)) for p in points})
     for (i, group), (j, n_rows) in ((g, r) for g in enumerate(groups) for r in enumerate(rows)):
         axis = axes[i][j]
-        for color, (ranks, layout) in zip(COLORS, layouts, strict=False):
-            own = [
-                p
-                for p in points
-                if (p.ranks, p.layout, p.group, p.rows) == (ranks, layout, group, n_rows)
-            ]
+        for color, (_ranks, label) in zip(COLORS, layouts, strict=False):
+            own = [p for p in points if (placed(p), p.group, p.rows) == (label, group, n_rows)]
             own.sort(key=lambda p: p.length)
             lengths = [p.length for p in own]
-            label = "one GPU" if layout == "one" else f"{layout} {ranks}"
             axis.plot(lengths, [p.step_us / 1e3 for p in own], "o-", color=color, label=label)
             axis.plot(lengths, [predicted[id(p)] for p in own], "x:", color=color)
         axis.set(title=f"{n_rows} rows, {group} tokens each", xscale="log", yscale="log")

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from validate_model import Caches, Shape, StandIn, runner_of, sharded, stand_in, step_of
 
@@ -29,8 +30,8 @@ from decode_svc.rank.graphs import StepKey, generous
 from decode_svc.rank.step import VerifyStep
 from k3.device import Device, open_device
 from k3.errors import K3Error
-from k3.parallel.collectives import Groups, SoloCollectives, join
-from k3.parallel.mesh import Mesh
+from k3.parallel.collectives import Groups, Pending, SoloCollectives, join
+from k3.parallel.mesh import Mesh, Place
 from k3.ports import free_ports
 
 JOIN_S = 120.0
@@ -40,7 +41,8 @@ IN_A_ROW = 20
 # First words of kernels' names. What is not listed is `other`; names of matrix products hold one of PRODUCTS.
 CLASSES = {
     "reduce": ("ncclDevKernel_AllReduce",),
-    "exchange": ("ncclDevKernel",),
+    "exchange": ("ncclDevKernel_SendRecv",),
+    "gather": ("ncclDevKernel",),  # logits and tokens
     "attention": ("attend", "merge_parts", "_merge", "_project", "_write", "correct", "flash"),
     "kda": ("_decode", "_prepare", "_apply"),
     "experts": ("_inner", "_outer", "_logits", "_choose", "_group", "_sum"),
@@ -50,7 +52,10 @@ PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "splitK", "cublas")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One shape in one layout. Microseconds; kernels: by class, of one step of the first rank."""
+    """One shape in one layout. Microseconds; kernels: by class, of one step of the first rank.
+
+    alone: one rank of `ranks` whose messages were not sent, for groups larger than the machine.
+    """
 
     layout: str
     ranks: int
@@ -60,6 +65,7 @@ class Point:
     step_us: float
     loop_us: float
     kernels: dict[str, float] = field(default_factory=dict[str, float])
+    alone: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -102,12 +108,53 @@ class Seat(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What every process of a run does. seconds: of one timing."""
+    """What every process of a run does. seconds: of one timing.
+
+    alone: only one rank of groups of these sizes is timed, its messages unsent.
+    """
 
     device: str
     depth: int
     shapes: tuple[Shape, ...]
     seconds: float
+    alone: tuple[int, ...] = ()
+
+
+class Unsent:
+    """Collectives of the first of `size` ranks that keeps its messages: results have their shapes, not their values."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Its own part."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Its own piece as often as there are ranks."""
+        return torch.cat([tensor] * self.size, dim)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """What it would send."""
+        return tensor.contiguous()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor."""
+        del source
+        return tensor
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """There is nobody."""
+        raise NotImplementedError(f"{tensor.shape} to rank {to}: decode groups have one stage")
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        """There is nobody."""
+        raise NotImplementedError(f"{tensor.shape} from rank {source}: groups have one stage")
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
 
 
 def run(task: Task, ranks: int, n_devices: int, end: float) -> Iterator[Said]:
@@ -183,9 +230,17 @@ def work(seat: Seat, task: Task, pipe: Connection) -> None:
             pipe.send(said)
 
     say(Note(f"{seat.ranks} ranks met after {time.monotonic() - started:.0f} s"))
-    for layout in ("tp", "cp") if seat.ranks > 1 else ("one",):
-        measure(layout, seat, task, model, groups, device, say)
-    if seat.ranks > 1:
+    measure_all = partial(measure, task=task, model=model, device=device, say=say)
+    for n in task.alone:
+        kept = Unsent(n)
+        measure_all("tp", Mesh(tp=n).place(0), Groups(kept, SoloCollectives(), kept))
+        measure_all("cp", Mesh(cp=n).place(0), Groups(kept, kept, kept))
+    if seat.ranks == 1 and not task.alone:
+        measure_all("one", place, groups)
+    elif seat.ranks > 1:
+        split = Groups(groups.shard, SoloCollectives(), groups.pipeline)
+        measure_all("tp", Mesh(tp=seat.ranks).place(seat.rank), split)
+        measure_all("cp", place, groups)
         for message in messages(model, groups, device, task.seconds):
             say(message)
     pipe.send(None)
@@ -194,21 +249,19 @@ def work(seat: Seat, task: Task, pipe: Connection) -> None:
 
 def measure(
     layout: str,
-    seat: Seat,
+    place: Place,
+    groups: Groups,
+    *,
     task: Task,
     model: StandIn,
-    groups: Groups,
     device: Device,
     say: Callable[[Said], None],
 ) -> None:
     """All shapes in one layout."""
     started = time.monotonic()
-    mesh = Mesh(cp=seat.ranks) if layout == "cp" else Mesh(tp=seat.ranks)
-    if layout == "tp":
-        groups = Groups(groups.shard, SoloCollectives(), groups.pipeline)
-    place = mesh.place(seat.rank)
+    ranks, alone = place.mesh.size, isinstance(groups.shard, Unsent)
     stage = sharded(model, place, groups, device)
-    say(Note(f"{layout} {seat.ranks}: {stage.ops.chosen}, {time.monotonic() - started:.0f} s"))
+    say(Note(f"{layout} {ranks}: {stage.ops.chosen}, {time.monotonic() - started:.0f} s"))
     for group in sorted({shape.group for shape in task.shapes}):
         shapes = [shape for shape in task.shapes if shape.group == group]
         caches = Caches(model, place, device, shapes, group)
@@ -216,7 +269,7 @@ def measure(
             runner = runner_of(device, shape)
             step = step_of(stage, caches, device, runner, shape)
             timed = timed_step(step, runner, device, groups, shape, task.seconds)
-            say(Point(layout, seat.ranks, *shape, *timed))
+            say(Point(layout, ranks, *shape, *timed, alone))
             del step, runner
         del caches
         release(device)
@@ -290,7 +343,7 @@ def loop_us(step: VerifyStep, rows: Sequence[int], length: int, n: int) -> float
 def by_class(device: Device, replay: Callable[[], None], n: int = 2) -> dict[str, float]:
     """Microseconds of one replay's kernels by `CLASSES`."""
     device.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(n):
             replay()
         device.synchronize()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from validate_fit import Fit, by_part, fit, hardware, uniform
+from validate_fit import Fit, by_part, fit, hardware, messages_s, uniform
 from validate_model import Shape, stand_in
 from validate_ranks import Message, Note, Point, Task, run
 
@@ -26,6 +26,7 @@ class Settings:
     batches: tuple[int, ...]
     ranks: tuple[int, ...]
     seconds: float  # of one timing
+    alone: tuple[int, ...] = ()  # sizes of groups of which one rank is timed
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -42,8 +43,11 @@ def measure(settings: Settings, end: float, say: Say, keep: Callable[[Any], None
     """Groups of every size, the largest first; `keep` gets the part's tree after every point."""
     points: list[Point] = []
     found: list[Message] = []
-    for ranks in sorted(settings.ranks, reverse=True):
-        task = Task(settings.device, settings.depth, settings.shapes, settings.seconds)
+    wanted: list[tuple[int, tuple[int, ...]]] = []
+    wanted += [(ranks, ()) for ranks in sorted(settings.ranks, reverse=True)]
+    wanted += [(1, settings.alone)] if settings.alone else []
+    for ranks, alone in wanted:
+        task = Task(settings.device, settings.depth, settings.shapes, settings.seconds, alone)
         for said in run(task, ranks, settings.n_devices, end):
             match said:
                 case Note(text):
@@ -70,14 +74,25 @@ def tree(settings: Settings, points: Sequence[Point], found: Sequence[Message]) 
 
 
 def from_tree(part: dict[str, Any]) -> tuple[list[Point], list[Message]]:
-    """Points and messages of a kept part."""
-    return [Point(**p) for p in part["points"]], [Message(**m) for m in part["messages"]]
+    """Points and messages of a kept part, in order of layout and shape."""
+    points = sorted((Point(**p) for p in part["points"]), key=_order)
+    return points, [Message(**m) for m in part["messages"]]
+
+
+def _order(p: Point) -> tuple[Any, ...]:
+    return (p.alone, p.ranks, p.layout, p.group, p.length, p.rows)
 
 
 def named(point: Point) -> str:
     """Layout and shape."""
-    name = "one GPU" if point.layout == "one" else f"{point.layout} {point.ranks}"
-    return f"{name}, {point.rows} x {point.length}, {point.group} tokens"
+    return f"{placed(point)}, {point.rows} x {point.length}, {point.group} tokens"
+
+
+def placed(point: Point) -> str:
+    """Layout."""
+    if point.layout == "one":
+        return "one GPU"
+    return f"{point.layout} {point.ranks}{', one rank' if point.alone else ''}"
 
 
 def fits(part: dict[str, Any]) -> tuple[dict[int, Fit], Fit]:
@@ -105,7 +120,7 @@ def lines(part: dict[str, Any]) -> list[str]:
     return [
         *_point_table(points, fine),
         "",
-        *_gain_table(points),
+        *_gain_table(part, points, fine),
         "",
         *_fit_lines(fine, coarse),
         "",
@@ -124,28 +139,39 @@ def _point_table(points: Sequence[Point], fine: dict[int, Fit]) -> list[str]:
         error, held_out = next(errors[p.group])
         own = [p.kernels.get(name, 0.0) / 1e3 for name in ("attention", "exchange", "reduce")]
         out.append(
-            f"| {named(p).split(',')[0]} | {p.rows} | {p.length} | {p.group} | {p.step_us / 1e3:.3f} | "
+            f"| {placed(p)} | {p.rows} | {p.length} | {p.group} | {p.step_us / 1e3:.3f} | "
             f"{p.step_us / 1e3 * (1 + error):.3f} | {error:+.0%} | {held_out:+.0%} | "
             f"{' | '.join(f'{ms:.3f}' for ms in own)} | {p.idle:.1%} |"
         )
     return out
 
 
-def _gain_table(points: Sequence[Point]) -> list[str]:
-    """What cp gains over tp of the same GPUs: the step, and its attention with the exchange."""
-    by_key = {(p.layout, p.ranks, *p.shape): p for p in points}
+def _gain_table(part: dict[str, Any], points: Sequence[Point], fine: dict[int, Fit]) -> list[str]:
+    """What cp gains over tp of the same GPUs: the step, and its attention with the exchange.
+
+    Where one rank was timed, messages are added as calibrated, and the attention is without its exchange.
+    """
+    model = stand_in(part["device"], part["depth"])
+    by_key = {(p.layout, p.ranks, p.alone, *p.shape): p for p in points}
+
+    def step_ms(p: Point) -> float:
+        unsent = messages_s(model, p, fine[p.group].factors) if p.alone else 0.0
+        return p.step_us / 1e3 + 1e3 * unsent
+
     out = [
-        "| GPUs | rows | context | tokens | step, tp / cp | attention, tp / cp |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| GPUs | rows | context | tokens | tp, ms | cp, ms | step, tp / cp | attention, tp / cp |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for p in points:
-        other = by_key.get(("tp", p.ranks, *p.shape))
+        other = by_key.get(("tp", p.ranks, p.alone, *p.shape))
         if p.layout != "cp" or other is None:
             continue
-        ours, theirs = _attended(p), _attended(other)
-        attention = f"{theirs / ours:.2f}" if ours else "-"
+        ours, theirs = step_ms(p), step_ms(other)
+        gpus = f"{p.ranks}, by one rank" if p.alone else str(p.ranks)
+        attention = f"{_attended(other) / _attended(p):.2f}" if p.kernels else "-"
         out.append(
-            f"| {p.ranks} | {p.rows} | {p.length} | {p.group} | {other.step_us / p.step_us:.2f} | {attention} |"
+            f"| {gpus} | {p.rows} | {p.length} | {p.group} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.2f} | "
+            f"{attention} |"
         )
     return out
 

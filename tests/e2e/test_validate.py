@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "validate.py"
 
 def test_steps_and_transfers_leave_figures_a_table_and_a_plot(tmp_path: Path) -> None:
     words = ("--device", "cpu", "--gpus", "2", "--depth", "4", "--out", str(tmp_path))
-    small = ("--contexts", "128", "--batches", "3", "--pool-gib", "0.01")
+    small = ("--contexts", "128", "--batches", "3", "--pool-gib", "0.01", "--alone", "4")
 
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words, *small, "--parts", "steps,transfer"],
@@ -30,12 +30,14 @@ def test_steps_and_transfers_leave_figures_a_table_and_a_plot(tmp_path: Path) ->
     (file,) = tmp_path.glob("*.json")
     parts = json.loads(file.read_text())["parts"]
     seen = {(p["layout"], p["ranks"], p["rows"], p["group"]) for p in parts["steps"]["points"]}
-    layouts = (("one", 1), ("tp", 2), ("cp", 2))
+    layouts = (("one", 1), ("tp", 2), ("cp", 2), ("tp", 4), ("cp", 4))
     assert seen == {(*layout, 3, group) for layout in layouts for group in (1, 8)}
     assert {m["what"] for m in parts["steps"]["messages"]} == {"sum", "exchange"}
     assert all(rate["right"] for rate in parts["transfer"]["rates"])
     assert parts["transfer"]["rates"]
-    assert "| cp 2 |" in file.with_suffix(".md").read_text()
+    table = file.with_suffix(".md").read_text()
+    assert "| cp 2 |" in table
+    assert "| cp 4, one rank |" in table
     assert file.with_suffix(".png").stat().st_size > 0
 
 

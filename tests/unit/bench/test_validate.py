@@ -126,6 +126,7 @@ def test_a_configuration_that_is_not_refused_is_a_problem(module: Any) -> None:
     [
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "reduce"),
         ("ncclDevKernel_SendRecv", "exchange"),
+        ("ncclDevKernel_AllGather_RING_LL", "gather"),
         ("attend_wide", "attention"),
         ("_apply", "kda"),
         ("nvjet_sm90_tst_256x128", "products"),
