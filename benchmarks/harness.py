@@ -145,6 +145,11 @@ def measure_card() -> Card:
     return Card(torch.cuda.get_device_name(), bandwidth, 2e6 * n**3 / product_us)
 
 
+def device_name(device: str) -> str:
+    """What the machine's first GPU is called; "CPU" for a CPU."""
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
 def best_time(rows: Iterable[Row]) -> float:
     """Time of the fastest right row; infinity without one."""
     return min((row.time_us for row in rows if row.right), default=float("inf"))

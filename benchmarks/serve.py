@@ -2,7 +2,8 @@
 
     python benchmarks/serve.py --layout 1p1d,cp2 [--requests 64] [--drafter draft-mla] [--out benchmarks/results]
 
-`both`: prefill and decode as processes on GPU 0. `1p1d`: prefill on GPU 0, decode on GPU 1. `cp2`: decode's latent
+`alone`: a decode service with `--role both` on GPU 0, which computes prompts itself. `both`: prefill and decode as
+processes on GPU 0. `1p1d`: prefill on GPU 0, decode on GPU 1. `cp2`: decode's latent
 cache over two ranks, on GPUs 0 and 1, with prefill beside the first. Every layout answers recorded samples of the
 embedded model over REST first, which must be the recorded answers, and then the load of `k3-bench serve`.
 """
@@ -23,7 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
-from harness import bars
+import torch
+from harness import bars, device_name
 
 from k3.bench.load import Arrivals, drive
 from k3.bench.prompts import ChatWorkload
@@ -33,12 +35,13 @@ from k3.config.resolve import EMBEDDED_MODEL
 
 HERE = Path(__file__).parent
 READY_S = 180.0
+MAX_LEN = 4096  # tokens; where pages and everything else share one instance's memory
 SAMPLES = json.loads((EMBEDDED_MODEL / "samples.json").read_text())
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """GPUs of each service, as CUDA_VISIBLE_DEVICES, and decode's context ranks."""
+    """GPUs of each service, as CUDA_VISIBLE_DEVICES, and decode's context ranks. prefill: none without one."""
 
     prefill: str
     decode: str
@@ -46,6 +49,7 @@ class Layout:
 
 
 LAYOUTS: Mapping[str, Layout] = {
+    "alone": Layout("", "0"),
     "both": Layout("0", "0"),
     "1p1d": Layout("0", "1"),
     "cp2": Layout("0", "0,1", cp=2),
@@ -65,14 +69,17 @@ class Served:
 
 
 def cluster(layout: Layout, arguments: argparse.Namespace) -> LocalCluster:
-    """Router, one prefill and one decode service; each sees its own GPUs."""
+    """Router, at most one prefill and one decode service; each sees its own GPUs."""
     device = ("--model-device", arguments.device)
     drafter = ("--drafter", arguments.drafter) if arguments.drafter else ()
     drafting = (*drafter, "--draft-tokens", "7") if drafter else ()
     rows = ("--max-rows", str(arguments.concurrency))
+    alone = ("--role", "both", "--model-max-model-len", str(MAX_LEN))
+    role = ("--cp", str(layout.cp)) if layout.prefill else alone
     options = Options(
+        n_prefills=1 if layout.prefill else 0,
         prefill_flags=(*device, *drafter, *rows),
-        decode_flags=(*device, *drafting, *rows, "--cp", str(layout.cp)),
+        decode_flags=(*device, *drafting, *rows, *role),
     )
     running = LocalCluster(options)
     for members, gpus in ((running.prefills, layout.prefill), (running.decodes, layout.decode)):
@@ -148,13 +155,14 @@ def main() -> None:
         served.append(serve(name, arguments))
         print(served[-1], flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = f"{datetime.now(UTC):%Y-%m-%d}-serve-{arguments.device}"
+    machine = device_name(arguments.device)
+    stem = f"{datetime.now(UTC):%Y-%m-%d}-serve-{machine.lower().replace(' ', '-')}"
     text = "\n".join(
         (
-            f"# Services over GPUs, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Services on {machine}, {datetime.now(UTC):%Y-%m-%d}",
             "",
-            f"Python {platform.python_version()}, {os.cpu_count()} cores, {arguments.device}, embedded model, drafter "
-            f"{arguments.drafter or 'none'}.",
+            f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, embedded model, "
+            f"drafter {arguments.drafter or 'none'}.",
             "",
             f"    {shlex.join(['python', 'benchmarks/serve.py', *sys.argv[1:]])}",
             "",
