@@ -32,7 +32,13 @@ class World:
 
     @classmethod
     def of(
-        cls, folder: Path, ops: DenseOps, dtype: torch.dtype, block: int, device: str = "cpu"
+        cls,
+        folder: Path,
+        ops: DenseOps,
+        dtype: torch.dtype,
+        block: int,
+        device: str = "cpu",
+        places: int = PLACES,
     ) -> World:
         """Of a folder of `random_drafter` for the embedded model."""
         target = K3Spec.from_folder(EMBEDDED_MODEL)
@@ -51,12 +57,12 @@ class World:
             head=lambda x: (x @ table.T).float(),
             ops=ops,
         )
-        shape = (SLOTS * PLACES, *spec.place_shape(PAGE, 1))
+        shape = (SLOTS * places, *spec.place_shape(PAGE, 1))
         pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
-        return cls(drafter, DraftRing(pool, PLACES, WINDOW))
+        return cls(drafter, DraftRing(pool, places, PAGE * (places - 1)))
 
     def place(self, slot_R: Tensor) -> DraftPlace:
-        return DraftPlace(self.ring.pool, PLACES, WINDOW, slot_R)
+        return DraftPlace(self.ring.pool, self.ring.places, self.ring.window, slot_R)
 
     def write(
         self, taps_TXD: Tensor, slot_R: Tensor, rows_B: Tensor, start_B: Tensor, accepted_B: Tensor
@@ -75,10 +81,13 @@ class World:
         self.ring.write(rows, slot_BG.flatten(), position_T, keep_BG.flatten())
         return None
 
-    def hidden(self, slot_B: Tensor, start_B: Tensor, base_B: Tensor, anchor_B: Tensor) -> Tensor:
-        """Finished slots of blocks, over the ring or over what was read from it."""
+    def hidden(
+        self, slot_B: Tensor, start_B: Tensor, base_B: Tensor, anchor_B: Tensor, bound: int = 0
+    ) -> Tensor:
+        """Finished slots of blocks, over the ring or over what was read. bound: of bases, if not the largest."""
+        bound = bound or int(base_B.max())
         if self.drafter.reads_rings:
-            view = DraftView(self.place(slot_B), slot_B, start_B, base_B)
+            view = DraftView(self.place(slot_B), slot_B, start_B, base_B, bound)
             return self.drafter.hidden_over(view, anchor_B)
-        context = self.ring.read(slot_B, start_B, base_B, int(base_B.max()))
+        context = self.ring.read(slot_B, start_B, base_B, bound)
         return self.drafter.hidden(context, anchor_B, base_B)

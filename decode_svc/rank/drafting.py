@@ -52,7 +52,7 @@ class Drafting:
         choose = self._drawing(rows_B, base_B, flavour) if is_drawn else None
         drafter = self._drafter
         if drafter.reads_rings:
-            view = DraftView(self._place, slot_B, start_B, base_B)
+            view = DraftView(self._place, slot_B, start_B, base_B, max_base)
             hidden_BKD = drafter.hidden_over(view, anchor_B)
         else:
             context = self._ring.read(slot_B, start_B, base_B, max_base)

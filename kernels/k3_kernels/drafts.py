@@ -83,12 +83,16 @@ class DraftPlace:
 
 @dataclass(frozen=True, slots=True)
 class DraftView:
-    """What blocks with anchors at `base` see of a ring: positions from `start`, at most the window. Of equal strides."""
+    """What blocks with anchors at `base` see of a ring: positions from `start`, at most the window.
+
+    Of equal strides. max_base: upper bound of every base.
+    """
 
     place: DraftPlace
     slot_B: Tensor
     start_B: Tensor
     base_B: Tensor
+    max_base: int
 
 
 @dataclass(frozen=True, slots=True)

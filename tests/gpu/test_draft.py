@@ -53,6 +53,24 @@ def test_rows_and_blocks_equal_those_made_part_by_part(drafter: str, base: int) 
         assert errors[0] <= 1.1 * errors[1], f"{what}: {errors}"
 
 
+@pytest.mark.parametrize("drafter", ["draft-mla", "draft-gqa"])
+def test_long_rings_are_shared_by_several_programs(drafter: str) -> None:
+    """float32: four and more parts, some of them empty."""
+    ours, parts = (
+        World.of(EMBEDDED_MODEL / drafter, ops, torch.float32, GROUP - 1, "cuda", places=260)
+        for ops in (TritonDense(), ReferenceDense())
+    )
+    parts.ring.pool.normal_()
+    ours.ring.pool.copy_(parts.ring.pool)
+    where = (
+        on_card(1, 2, 3, 4),
+        on_card(0, 0, 900, 0),
+        on_card(2050, 70, 1000, 1),
+        on_card(*range(4)),
+    )
+    assert_close(ours.hidden(*where), parts.hidden(*where), 1e-3, "slots")
+
+
 @pytest.mark.parametrize("vocabulary, rank", [(4096, 64), (163840, 256), (333, 5)])
 @pytest.mark.parametrize("n_rows", [1, 3])
 def test_drafts_are_the_best_from_left_to_right(vocabulary: int, rank: int, n_rows: int) -> None:

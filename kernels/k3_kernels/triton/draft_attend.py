@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from k3_kernels.drafts import DraftRotation, DraftView
 from k3_kernels.layers import DraftLayer
 from k3_kernels.triton import norm
+from k3_kernels.triton.draft_parts import FLOOR, Parts, finished, n_parts, share
 from k3_kernels.triton.draft_rows import normed, turned
 from k3_kernels.triton.products import weight_of
 
@@ -55,6 +56,8 @@ def _attend(
     start_ptr,
     base_ptr,
     o_ptr,
+    lse_ptr,
+    n_tokens,
     view_stride,
     up_head,
     pool_unit,
@@ -80,8 +83,10 @@ def _attend(
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
     S: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
     dtype: tl.constexpr = z_ptr.dtype.element_ty
     k, q, n = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_N)
     e, c, v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_V)
@@ -96,20 +101,20 @@ def _attend(
     x = normed(x.to(tl.float32), weight, Q, eps, dtype)
     w = query_up_ptr + head * (N + E) * Q + q[:, None]
     is_q = (q < Q)[:, None]
-    part = tl.load(w + n[None, :] * Q, mask=is_q & (n < N)[None, :], other=0.0)
-    plain = tl.dot(x, part, input_precision="ieee").to(dtype)
+    w_plain = tl.load(w + n[None, :] * Q, mask=is_q & (n < N)[None, :], other=0.0)
+    plain = tl.dot(x, w_plain, input_precision="ieee").to(dtype)
     w += (N + e * STEP)[None, :] * Q
-    part = tl.load(w, mask=is_q & is_pair[None, :], other=0.0)
-    q_first = tl.dot(x, part, input_precision="ieee").to(dtype).to(tl.float32)
-    part = tl.load(w + GAP * Q, mask=is_q & is_pair[None, :], other=0.0)
-    q_second = tl.dot(x, part, input_precision="ieee").to(dtype).to(tl.float32)
+    w_part = tl.load(w, mask=is_q & is_pair[None, :], other=0.0)
+    q_first = tl.dot(x, w_part, input_precision="ieee").to(dtype).to(tl.float32)
+    w_part = tl.load(w + GAP * Q, mask=is_q & is_pair[None, :], other=0.0)
+    q_second = tl.dot(x, w_part, input_precision="ieee").to(dtype).to(tl.float32)
     q_first, q_second = turned(q_first, q_second, position, frequency[None, :], amplitude)
     q_first, q_second = q_first.to(dtype), q_second.to(dtype)
     up = up_ptr + head * up_head
-    part = tl.load(
+    k_up = tl.load(
         up + n[:, None] * C + c[None, :], mask=(n < N)[:, None] & is_latent[None, :], other=0.0
     )
-    absorbed = tl.dot(plain, part, input_precision="ieee").to(dtype)
+    absorbed = tl.dot(plain, k_up, input_precision="ieee").to(dtype)
 
     own = tl.load(z + Q + c[None, :], mask=is_slot[:, None] & is_latent[None, :], other=0.0)
     weight = tl.load(latent_norm_ptr + c, mask=is_latent, other=0.0).to(tl.float32)
@@ -119,7 +124,7 @@ def _attend(
     first = tl.load(z, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(z + GAP, mask=inside, other=0.0).to(tl.float32)
     first, second = turned(first, second, position, frequency[None, :], amplitude)
-    best = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    best = tl.full([BLOCK_K], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_K], tl.float32)
     o = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
     best, total, o = _seen(
@@ -129,7 +134,7 @@ def _attend(
         own,
         first.to(dtype),
         second.to(dtype),
-        is_slot,
+        is_slot & (part == 0),
         scale,
         best,
         total,
@@ -139,9 +144,10 @@ def _attend(
     oldest = tl.minimum(tl.load(start_ptr + b * view_stride), base)
     oldest = tl.maximum(tl.maximum(oldest, base - window), 0)
     ring = tl.load(slot_ptr + b * view_stride) * places
-    for at in range(oldest, base, S):
+    start, end = share(oldest, base, part, S, PARTS)
+    for at in range(start, end, S):
         key = at + tl.arange(0, S)
-        is_seen = key < base
+        is_seen = key < end
         rows = pool_ptr + ((ring + key // P % places) * pool_unit + key % P * (C + E))[:, None]
         latent = tl.load(rows + c[None, :], mask=is_seen[:, None] & is_latent[None, :], other=0.0)
         rows += C + (e * STEP)[None, :]
@@ -151,15 +157,19 @@ def _attend(
         best, total, o = _seen(
             absorbed, q_first, q_second, latent, k_first, k_second, is_seen, scale, best, total, o
         )
-    o = (o / total[:, None]).to(dtype)
-    part = tl.load(
+    o = finished(o, total).to(dtype)
+    weight_up = tl.load(
         up + (N + v)[None, :] * C + c[:, None],
         mask=(v < V)[None, :] & is_latent[:, None],
         other=0.0,
     )
-    values = tl.dot(o, part, input_precision="ieee").to(dtype)
-    to = o_ptr + (b * K + k)[:, None] * (H * V) + head * V + v[None, :]
-    tl.store(to, values, mask=is_slot[:, None] & (v < V)[None, :])
+    values = tl.dot(o, weight_up, input_precision="ieee").to(o_ptr.dtype.element_ty)
+    line = (part * n_tokens + b * K + k) * H + head
+    tl.store(
+        o_ptr + line[:, None] * V + v[None, :], values, mask=is_slot[:, None] & (v < V)[None, :]
+    )
+    if PARTS > 1:
+        tl.store(lse_ptr + line, best + tl.log2(tl.maximum(total, 1e-30)), mask=is_slot)
 
 
 @triton.jit
@@ -214,7 +224,6 @@ class TritonDraftBlock:
         heads, both, rank = layer.kv_up_HEC.shape
         query, nope, rope = len(layer.query_norm), layer.nope, layer.rope
         step, gap = (2, 1) if rotation.is_interleaved else (1, rope // 2)
-        self._width = heads * (both - nope)
         self._shape = {
             "H": heads,
             "Q": query,
@@ -231,6 +240,8 @@ class TritonDraftBlock:
             "BLOCK_C": _tile(rank),
             "BLOCK_V": _tile(both - nope),
             "S": KEYS,
+            "num_warps": 8,
+            "num_stages": 2,
         }
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
@@ -250,16 +261,19 @@ class TritonDraftBlock:
         assert pool.stride()[1:] == (pool.shape[2], 1), f"ring: strides {pool.stride()}"
         stride = view.base_B.stride(0)
         assert view.slot_B.stride(0) == view.start_B.stride(0) == stride, "rows of one table"
-        o = z.new_empty(len(z), self._width)
-        _attend[(self._shape["H"], len(view.base_B))](
+        heads, n_rows = self._shape["H"], len(view.base_B)
+        parts = Parts(
+            z, heads, self._shape["V"], n_parts(min(place.window, view.max_base), heads * n_rows)
+        )
+        _attend[(heads, n_rows, parts.n)](
             *(z, layer.query_norm, self._query_up, layer.latent_norm, layer.kv_up_HEC),
-            *(pool, rotation.frequencies, view.slot_B, view.start_B, view.base_B, o),
-            *(stride, layer.kv_up_HEC.stride(0), pool.stride(0), place.places, place.window),
+            *(pool, rotation.frequencies, view.slot_B, view.start_B, view.base_B),
+            *(parts.values, parts.lse, len(z), stride),
+            *(layer.kv_up_HEC.stride(0), pool.stride(0), place.places, place.window),
             *(rotation.amplitude, layer.scale * LOG2_E, layer.eps),
             K=n_slots,
             P=pool.shape[1],
+            PARTS=parts.n,
             **self._shape,
-            num_warps=4,
-            num_stages=2,
         )
-        return o
+        return parts.united()

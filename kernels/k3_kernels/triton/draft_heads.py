@@ -19,9 +19,11 @@ from torch.nn.functional import linear
 from k3_kernels.drafts import Accepted, DraftPlace, DraftRotation, DraftView, HeadContext, HeadLayer
 from k3_kernels.triton import norm
 from k3_kernels.triton.draft_attend import KEYS, LOG2_E, swiglu
+from k3_kernels.triton.draft_parts import FLOOR, Parts, finished, n_parts, share
 from k3_kernels.triton.draft_rows import turned
 from k3_kernels.triton.products import weight_of
 
+RESOURCES = {"S": KEYS, "num_warps": 4, "num_stages": 3}
 WIDEST, MOST_MEMBERS = 128, 8  # width of a head, query heads of a key head
 
 
@@ -113,6 +115,8 @@ def _attend(
     start_ptr,
     base_ptr,
     o_ptr,
+    lse_ptr,
+    n_tokens,
     view_stride,
     pool_unit,
     pool_head,
@@ -134,8 +138,10 @@ def _attend(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
     S: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
     dtype: tl.constexpr = z_ptr.dtype.element_ty
     r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     pair, e = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E)
@@ -171,7 +177,7 @@ def _attend(
     own_first, own_second = turned(own_first, own_second, (base + k)[:, None], frequency, amplitude)
     is_value = (e < E)[None, :]
     own = tl.load(z_ptr + line + H * E + e[None, :], mask=is_slot[:, None] & is_value, other=0.0)
-    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    best = tl.full([BLOCK_R], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     o = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
     best, total, o = _seen(
@@ -180,7 +186,7 @@ def _attend(
         own_first.to(dtype),
         own_second.to(dtype),
         own,
-        is_slot,
+        is_slot & (part == 0),
         scale,
         best,
         total,
@@ -190,9 +196,10 @@ def _attend(
     oldest = tl.minimum(tl.load(start_ptr + b * view_stride), base)
     oldest = tl.maximum(tl.maximum(oldest, base - window), 0)
     ring = tl.load(slot_ptr + b * view_stride) * places
-    for start in range(oldest, base, S):
-        key = start + tl.arange(0, S)
-        is_seen = key < base
+    start, end = share(oldest, base, part, S, PARTS)
+    for at in range(start, end, S):
+        key = at + tl.arange(0, S)
+        is_seen = key < end
         rows = (ring + key // P % places) * pool_unit + head * pool_head + key % P * E
         keys = pool_ptr + rows[:, None] + (pair * STEP)[None, :]
         is_read = is_seen[:, None] & is_pair[None, :]
@@ -203,8 +210,11 @@ def _attend(
         best, total, o = _seen(
             q_first, q_second, k_first, k_second, v, is_seen, scale, best, total, o
         )
-    to = o_ptr + ((b * K + slot) * (H * M) + member)[:, None] * E + e[None, :]
-    tl.store(to, (o / total[:, None]).to(dtype), mask=is_query[:, None] & is_value)
+    line = (part * n_tokens + b * K + slot) * (H * M) + member
+    o = finished(o, total).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + line[:, None] * E + e[None, :], o, mask=is_query[:, None] & is_value)
+    if PARTS > 1:
+        tl.store(lse_ptr + line, best + tl.log2(tl.maximum(total, 1e-30)), mask=is_query)
 
 
 def _pairs(rotation: DraftRotation) -> tuple[int, int]:
@@ -275,12 +285,15 @@ class TritonHeadBlock:
         assert pool.stride()[3:] == (width, 1), f"ring: strides {pool.stride()}"
         stride = view.base_B.stride(0)
         assert view.slot_B.stride(0) == view.start_B.stride(0) == stride, "rows of one table"
-        o = z.new_empty(len(z), layer.n_heads * width)
+        place, n_rows = view.place, len(view.base_B)
+        programs = layer.n_kv_heads * n_rows
+        parts = Parts(z, layer.n_heads, width, n_parts(min(place.window, view.max_base), programs))
         step, gap = _pairs(rotation)
-        _attend[(layer.n_kv_heads, len(view.base_B))](
+        _attend[(layer.n_kv_heads, n_rows, parts.n)](
             *(z, layer.query_norm, layer.key_norm, pool, rotation.frequencies),
-            *(view.slot_B, view.start_B, view.base_B, o, stride, *pool.stride()[:3]),
-            *(view.place.places, view.place.window, rotation.amplitude),
+            *(view.slot_B, view.start_B, view.base_B),
+            *(parts.values, parts.lse, len(z), stride, *pool.stride()[:3]),
+            *(place.places, place.window, rotation.amplitude),
             *(layer.scale * LOG2_E, layer.eps),
             K=n_slots,
             M=members,
@@ -293,8 +306,7 @@ class TritonHeadBlock:
             BLOCK_K=max(16, triton.next_power_of_2(n_slots)),
             BLOCK_P=max(16, triton.next_power_of_2(width // 2)),
             BLOCK_E=max(16, triton.next_power_of_2(width)),
-            S=KEYS,
-            num_warps=4,
-            num_stages=2,
+            PARTS=parts.n,
+            **RESOURCES,
         )
-        return o
+        return parts.united()

@@ -15,10 +15,10 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from k3_kernels.triton import draft_attend, draft_heads, draft_rows, draft_tokens, judge, tables
+from k3_kernels.triton import draft_attend, draft_heads, draft_parts, draft_rows, draft_tokens, judge, tables
 
-HALVES = ("z", "query_norm", "query_up", "latent_norm", "key_norm", "norm", "up", "pool", "o", "x", "y")
-SINGLES = ("logits", "table", "out", "frequency")
+HALVES = ("z", "query_norm", "query_up", "latent_norm", "key_norm", "norm", "up", "pool", "x", "y")
+SINGLES = ("logits", "table", "out", "frequency", "o", "lse", "part")
 NUMBERS = ("amplitude", "scale", "eps")
 
 
@@ -48,12 +48,13 @@ build(draft_tokens._last, 4, TILES=64)
 ring = {"P": 16, "STEP": 2, "GAP": 1}
 rows = {"C": 64, "E": 16, "BLOCK_C": 64, **ring}
 build(draft_rows._write, 1, G=8, L=2, BLOCK_E=8, **rows)
-tile = {"BLOCK_K": 16, "BLOCK_Q": 128, "BLOCK_N": 32, "BLOCK_E": 16, "BLOCK_V": 32, "S": 64}
-build(draft_attend._attend, 4, K=7, H=8, Q=128, N=32, V=32, **rows, **tile)
+tile = {"BLOCK_K": 16, "BLOCK_Q": 128, "BLOCK_N": 32, "BLOCK_E": 16, "BLOCK_V": 32, "S": 64, "PARTS": 4}
+build(draft_attend._attend, 8, K=7, H=8, Q=128, N=32, V=32, **rows, **tile)
+build(draft_parts._unite, 1, V=32, BLOCK_V=32, PARTS=4)
 build(draft_attend._swiglu, 4, BLOCK=1024)
 heads = {"H": 4, "E": 32, "P": 16, "STEP": 1, "GAP": 16}
 build(draft_heads._write, 1, G=8, L=2, BLOCK_E=16, **heads)
-tile = {"BLOCK_R": 16, "BLOCK_K": 16, "BLOCK_P": 16, "BLOCK_E": 32, "S": 64}
+tile = {"BLOCK_R": 16, "BLOCK_K": 16, "BLOCK_P": 16, "BLOCK_E": 32, "S": 64, "PARTS": 1}
 build(draft_heads._attend, 4, K=7, M=2, **heads, **tile)
 """
 
