@@ -62,8 +62,16 @@ def facts(arguments: argparse.Namespace) -> TREE:
         "gpus": arguments.gpus,
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
         "cores": os.cpu_count(),
-        "commands": [shlex.join(["python", "benchmarks/validate.py", *sys.argv[1:]])],
+        "commands": [command(sys.argv[1:])],
     }
+
+
+def command(words: list[str]) -> str:
+    """What was asked, without the places of files."""
+    pairs = zip(["", *words], words, strict=False)
+    places = ("--out", "--add")
+    kept = [word for before, word in pairs if not {before, word} & set(places)]
+    return shlex.join(["python", "benchmarks/validate.py", *kept])
 
 
 def steps(arguments: argparse.Namespace, run: Run, end: float) -> None:
@@ -75,7 +83,7 @@ def steps(arguments: argparse.Namespace, run: Run, end: float) -> None:
         numbers(arguments.contexts or CONTEXTS[arguments.device]),
         numbers(arguments.batches or BATCHES[arguments.device]),
         tuple(n for n in numbers(arguments.ranks) if n <= arguments.gpus),
-        0.25 if arguments.device == "cuda" else 0.01,
+        0.15 if arguments.device == "cuda" else 0.01,
         numbers(arguments.alone),
     )
     validate_steps.measure(settings, end, run.say, lambda figures: run.keep("steps", figures))

@@ -278,17 +278,16 @@ def lines(part: dict[str, Any]) -> list[str]:
         "drafts.",
         "",
         "| decode | prefill GPUs | decode GPUs | right | equal answers | tokens before a difference | tokens per step "
-        "| steps recorded | first token to complete caches, ms |",
-        "|---|---|---|--:|--:|--:|--:|---|--:|",
+        "| steps recorded |",
+        "|---|---|---|--:|--:|--:|--:|---|",
     ]
     for mode in part["modes"]:
         scored = total({k: v for k, v in mode["suites"].items() if k != UNSCORED})
-        every, tail = total(mode["suites"]), mode["transfer"]
-        waited = 1e3 * tail.get("sum", 0.0) / max(1.0, tail.get("count", 0.0))
+        every = total(mode["suites"])
         out.append(
             f"| {mode['name']} | {mode['prefill']} | {mode['decode']} | {scored.n_right} of {scored.n} | "
             f"{every.equal} of {every.n_exchanges} | {every.n_agreed / max(1, every.n_compared):.2%} | "
-            f"{acceptance(every):.3f} | {mode['graphs']} | {waited:.1f} |"
+            f"{acceptance(every):.3f} | {mode['graphs']} |"
         )
     return [*out, "", *_suite_table(part["modes"]), "", *_refusal_lines(part["refusals"])]
 

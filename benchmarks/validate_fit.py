@@ -3,8 +3,8 @@
 Two calibrations. `uniform`: the numbers a hardware description has (efficiency, link_bw, latency), one set for all.
 `by part`: each part of a step (attention's bytes and operations, KDA, experts, other weights, messages) takes a factor
 of its floor, and a step a fixed time; verify groups of another width run other kernels and get factors of their own.
-Factors are not negative and minimise the sum of squared relative errors. `held out` predicts each half of the points
-with the factors of the other half.
+Factors are not negative and minimise the sum of squared relative errors; what the points say nothing about stays near
+`USUAL`. `held out`: each point predicted with the factors of all others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from validate_ranks import Point
 from k3.bench import cost
 
 PAPER = cost.PRESETS["h200_nvlink"]
+USUAL, PULL = (
+    {"message": 20.0, "step": 0.5},
+    1e-3,
+)  # 1.5 for floors; weight of a factor's own distance
 Features = dict[str, float]  # seconds at paper values by part
 
 
@@ -76,33 +80,35 @@ def uniform(model: StandIn, point: Point) -> Features:
 def fit(features: Sequence[Features], measured_s: Sequence[float]) -> Fit:
     """Factors of at least one point."""
     names = list(features[0])
+    usual = np.array([USUAL.get(name, 1.5) for name in names])
     table = np.array([[row[name] for name in names] for row in features])
     seconds = np.array(measured_s)
-    found = _factors(table, seconds)
+    found = _factors(table, seconds, usual)
     held_out = np.zeros(len(seconds))
-    for half in (0, 1):
-        tested = np.arange(len(seconds)) % 2 == half
-        if tested.all():
-            continue
-        held_out[tested] = (
-            table[tested] @ _factors(table[~tested], seconds[~tested]) / seconds[tested] - 1
-        )
+    for i in range(len(seconds)):
+        others = np.arange(len(seconds)) != i
+        held_out[i] = table[i] @ _factors(table[others], seconds[others], usual) / seconds[i] - 1
     errors = table @ found / seconds - 1
     factors = dict(zip(names, map(float, found), strict=True))
     return Fit(factors, tuple(map(float, errors)), tuple(map(float, held_out)))
 
 
-def _factors(table: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Non-negative factors x of least |table x / seconds - 1|: the most negative column leaves until none is."""
-    scaled, kept = table / seconds[:, None], list(range(table.shape[1]))
-    found = np.zeros(table.shape[1])
+def _factors(table: np.ndarray, seconds: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    """Non-negative x of least |table x / seconds - 1|^2 + PULL |x / usual - 1|^2.
+
+    The most negative column leaves until none is.
+    """
+    n = len(usual)
+    scaled = np.vstack((table / seconds[:, None] * usual, PULL**0.5 * np.eye(n)))
+    wanted = np.concatenate((np.ones(len(seconds)), PULL**0.5 * np.ones(n)))
+    kept, found = list(range(n)), np.zeros(n)
     while kept:
-        best = np.linalg.lstsq(scaled[:, kept], np.ones(len(seconds)), rcond=None)[0]
+        best = np.linalg.lstsq(scaled[:, kept], wanted, rcond=None)[0]
         if best.min() >= 0:
             found[kept] = best
             break
         kept.pop(int(best.argmin()))
-    return found
+    return found * usual
 
 
 def hardware(found: Fit) -> dict[str, float]:

@@ -183,7 +183,7 @@ def _attended(p: Point) -> float:
 def _fit_lines(fine: dict[int, Fit], coarse: Fit) -> list[str]:
     names = list(next(iter(fine.values())).factors)
     out = [
-        f"| tokens | {' | '.join(names)} | mean error | largest | held out, mean | largest |",
+        f"| tokens | {' | '.join(names)} | mean error | largest | held out: mean | largest |",
         f"|--:|{'--:|' * (len(names) + 4)}",
     ]
     for width, found in fine.items():
