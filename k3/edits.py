@@ -20,6 +20,7 @@ from k3.types import SamplingParams
 
 NEG_INF = float("-inf")
 WORD = 32  # tokens per word of a mask
+NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 
 
 class TokenCounts:
@@ -110,8 +111,8 @@ class EditTables:
         self.generated_RV = table(torch.int32)
         self.in_prompt_RV = table(torch.bool)
         self.ends_RV = table(torch.bool)
-        self.penalties = torch.zeros(n_rows, 3, dtype=torch.float64, device=device)
-        self.penalties[:, 0] = 1.0
+        self._no_penalties = torch.tensor(NO_PENALTIES, dtype=torch.float64, device=device)
+        self.penalties = self._no_penalties.repeat(n_rows, 1)
         self.banned_before = torch.zeros(n_rows, dtype=torch.int64, device=device)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -149,7 +150,10 @@ class EditTables:
             params.frequency_penalty,
             params.presence_penalty,
         )
-        self.penalties[row] = uploaded(torch.tensor(penalties, dtype=torch.float64), device)
+        if penalties == NO_PENALTIES:
+            self.penalties[row] = self._no_penalties
+        else:
+            self.penalties[row] = uploaded(torch.tensor(penalties, dtype=torch.float64), device)
         if counts is not None:
             self.generated_RV[row] = counts.generated_V
             self.in_prompt_RV[row] = counts.in_prompt_V

@@ -167,18 +167,18 @@ class Params:
     @classmethod
     def of(cls, rows: Sequence[RowSampling], device: torch.device | str) -> Params:
         """In their order."""
+        return cls(*(uploaded(x, torch.device(device)) for x in cls.numbers(rows)))
+
+    @staticmethod
+    def numbers(rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+        """`reals` and `whole` of these requests, on the host."""
         params = [row.params for row in rows]
         reals = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params]
         whole = [(p.seed, p.sample_index, max(p.top_k, 0), int(p.is_greedy)) for p in params]
-        device = torch.device(device)
-        return cls(
-            uploaded(torch.tensor(reals, dtype=torch.float64), device),
-            uploaded(torch.tensor(whole, dtype=torch.int64), device),
-        )
+        return torch.tensor(reals, dtype=torch.float64), torch.tensor(whole, dtype=torch.int64)
 
-    def put(self, row: int, sampling: RowSampling) -> None:
+    def put(self, row: int, one: Params) -> None:
         """Overwrite one row."""
-        one = Params.of([sampling], self.reals.device)
         self.reals[row : row + 1] = one.reals
         self.whole[row : row + 1] = one.whole
 

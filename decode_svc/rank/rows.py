@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode_svc.rank.grammar import Grammar
-from k3.device import uploaded
+from k3.device import uploaded_together
 from k3.edits import EditTables, TokenCounts
 from k3.rpc.convert import logprobs_from_proto, sampling_from_proto, stop_from_proto
 from k3.sampling import Flavour, Params, Recipe, RowSampling
@@ -112,11 +112,17 @@ class RowTable:
             row.state_slot,
             row.draft_slot if row.HasField("draft_slot") else row.state_slot,
         )
-        self._words[:, row.row] = uploaded(torch.tensor(words, dtype=torch.int64), self.device)
         pages = [*row.pages, *[NO_PAGE] * (self.pages_RW.shape[1] - len(row.pages))]
-        self.pages_RW[row.row] = uploaded(torch.tensor(pages, dtype=torch.int32), self.device)
         sampling = self._row_sampling(row)
-        self.params.put(row.row, sampling)
+        numbers = (
+            torch.tensor(words, dtype=torch.int64),
+            *Params.numbers([sampling]),
+            torch.tensor(pages, dtype=torch.int32),
+        )
+        words_7, reals, whole, pages_W = uploaded_together(numbers, self.device)
+        self._words[:, row.row] = words_7
+        self.pages_RW[row.row] = pages_W
+        self.params.put(row.row, Params(reals, whole))
         self.edits.put(
             row.row, sampling.params, sampling.end_ids, sampling.banned_before, self._counts(row)
         )

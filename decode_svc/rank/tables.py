@@ -92,8 +92,8 @@ class TableBuffers:
         chosen = torch.tensor((tuple(rows), tuple(most)), dtype=torch.int64)
         self._chosen[:, :n].copy_(uploaded(chosen, self._chosen.device))
         rows_B = self._rows[:n]
-        self._pages[:n] = self._table.pages_RW[rows_B]
-        self._slots[:n] = self._table.state_slot_R[rows_B]
+        torch.index_select(self._table.pages_RW, 0, rows_B, out=self._pages[:n])
+        torch.index_select(self._table.state_slot_R, 0, rows_B, out=self._slots[:n])
 
     def drafts(self, n: int) -> list[list[int]]:
         """The real drafts of the first `n` chosen rows, read from the device; waits for it."""
