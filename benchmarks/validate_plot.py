@@ -18,6 +18,7 @@ def plot(part: dict[str, Any], path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     plt: Any = pyplot  # its stubs are partial
     points = from_tree(part)[0]
@@ -41,8 +42,10 @@ def plot(part: dict[str, Any], path: Path) -> None:
             lengths = [p.length for p in own]
             axis.plot(lengths, [p.step_us / 1e3 for p in own], "o-", color=color, label=label)
             axis.plot(lengths, [predicted[id(p)] for p in own], "x:", color=color)
-        axis.set(title=f"{n_rows} rows, {group} tokens each", xscale="log", yscale="log")
+        axis.set(title=f"rows: {n_rows}, tokens of each: {group}", xscale="log", yscale="log")
         axis.set_xticks(sorted({p.length for p in points}), labels=_ticks(points))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     for row in axes:
