@@ -56,6 +56,17 @@ class DraftContext:
         self.norm = weights.take(f"{norm}.weight")
         self.rotation = Rotation(spec.rope, weights.dtype, weights.device)
         self.layers = [self._rows(shard, weights, layer) for layer in range(spec.num_layers)]
+        self.block = layers.draft_context(ops, self._whole()) if is_mla else None
+
+    def _whole(self) -> layers.DraftContextRows:
+        rows = [layer for layer in self.layers if isinstance(layer, LatentRows)]
+        attention = self.spec.attention
+        assert isinstance(attention, MlaDraft), "latent rows are of latent attention"
+        return layers.DraftContextRows(
+            *(self.projection, self.norm),
+            *(tuple(layer.down for layer in rows), tuple(layer.norm for layer in rows)),
+            *(attention.rope_dim, self.spec.rope.is_interleaved, self.spec.eps),
+        )
 
     def _rows(self, shard: Shard, weights: Weights, layer: int) -> LatentRows | HeadRows:
         prefix = f"layers.{layer}.self_attn."
@@ -68,9 +79,11 @@ class DraftContext:
     @torch.no_grad()
     def __call__(self, taps_TXD: Tensor, positions_T: Tensor) -> Tensor:
         """Rows of all layers: [T, L, W], or by head [T, H, L, 2, dim]."""
+        turn = self.rotation.at(positions_T)
+        if self.block is not None and len(taps_TXD) <= self.block.most_tokens:
+            return self.block(taps_TXD.flatten(1), turn.cos, turn.sin)
         projected = self.projection(taps_TXD.flatten(1))
         context = self.ops.rms_norm(projected, self.norm, self.spec.eps)
-        turn = self.rotation.at(positions_T)
         rows = [layer(context, turn) for layer in self.layers]
         return torch.stack(rows, 1 if self.spec.flavour == "mla" else 2)
 

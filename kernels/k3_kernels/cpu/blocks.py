@@ -106,3 +106,19 @@ class DraftBlock(ctypes.Structure):
         *((name, c_int64) for name in ("head_stride", "is_interleaved")),
         *((name, c_double) for name in ("scale", "eps")),
     )
+
+
+class DraftRows(ctypes.Structure):
+    """`src/draft.cpp`."""
+
+    _fields_ = (("entry", Matrix), ("norm", c_void_p))
+
+
+class DraftContext(ctypes.Structure):
+    """`src/draft.cpp`."""
+
+    _fields_ = (
+        *(("projection", Matrix), ("norm", c_void_p), ("layers", c_void_p)),
+        *((name, c_int64) for name in ("n_layers", "rank", "rope", "is_interleaved")),
+        ("eps", c_double),
+    )

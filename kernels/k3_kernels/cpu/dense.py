@@ -1,8 +1,8 @@
 """Projections, norms and activations on CPUs; rules of `k3_kernels.reference.norm`.
 
-A projection keeps its weight twice: as it came, for torch's product of many tokens, and packed, for few (`src/gemm.h`).
-Packed float32 weights that are exact in bfloat16, as those of released checkpoints are, take half the bytes: a step's time
-is that of reading the weights.
+A projection keeps its weight packed (`src/gemm.h`), and where a library without AVX-512 would lose against torch's product
+of many tokens, also as it came. Packed float32 weights that are exact in bfloat16, as those of released checkpoints are,
+take half the bytes: a step's time is that of reading the weights. A packed product of a token is the same in any company.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from k3_kernels.cpu import library
 from k3_kernels.cpu.calls import DTYPES, as_rows, pair, rows
 from k3_kernels.reference import norm
 
 LANES = {torch.float32: 16, torch.float64: 8}
-FEW_TOKENS = 64  # up to so many the packed product is the faster one
+ALWAYS = 1 << 62
+# up to so many the packed product is the faster one
+FEW_TOKENS = ALWAYS if library.variant() == "x86-64-v4" else 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,15 @@ def is_exact(x: Tensor, dtype: torch.dtype) -> bool:
 class NativeProjection:
     """x [.., I] -> x weight^T [.., O]."""
 
-    __slots__ = ("_address", "_inputs", "_linear", "_narrow", "_outputs", "_weight", "packed")
+    __slots__ = (
+        *("_address", "_dtype", "_inputs", "_linear", "_narrow", "_outputs", "_weight"),
+        "packed",
+    )
 
     def __init__(self, weight_OI: Tensor) -> None:
         """Raises LibraryError."""
-        self._weight = weight_OI
+        self._weight = weight_OI if FEW_TOKENS < ALWAYS else None
+        self._dtype = weight_OI.dtype
         self._outputs, self._inputs = weight_OI.shape
         self.packed = Packed.of(weight_OI)
         self._address, self._narrow = self.packed.data.data_ptr(), int(self.packed.is_narrow)
@@ -62,9 +69,11 @@ class NativeProjection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """In the weight's dtype. Raises RuntimeError, as torch does, for an x of another dtype or width."""
+        if x.dtype != self._dtype or x.shape[-1] != self._inputs:
+            own = f"{self._dtype} [{self._outputs}, {self._inputs}]"
+            raise RuntimeError(f"inputs {x.dtype} {list(x.shape)} for a weight {own}")
         n_tokens = x.numel() // self._inputs
-        is_ours = x.dtype == self._weight.dtype and x.shape[-1] == self._inputs
-        if n_tokens > FEW_TOKENS or not is_ours:
+        if self._weight is not None and n_tokens > FEW_TOKENS:
             return linear(x, self._weight)
         y = x.new_empty(*x.shape[:-1], self._outputs)
         x, stride = as_rows(x)

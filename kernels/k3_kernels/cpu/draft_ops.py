@@ -1,9 +1,11 @@
-"""A drafter's steps as few calls: a whole layer of its block, all greedy drafts. Rules: `k3.model.dspark`.
+"""A drafter's steps as few calls: its context rows, a whole layer of its block, all greedy drafts. Rules: `k3.model.dspark`.
 
 For latent attention and heads without a state; other drafters are computed part by part.
 """
 
 from __future__ import annotations
+
+from ctypes import addressof
 
 import torch
 from torch import Tensor
@@ -12,11 +14,15 @@ from k3_kernels.cpu import blocks
 from k3_kernels.cpu.calls import pair, rows
 from k3_kernels.cpu.dense import NativeDense
 from k3_kernels.cpu.layer_ops import NativeBlock, are_packed, packed
-from k3_kernels.layers import DraftHead, DraftLayer
+from k3_kernels.layers import DraftContextRows, DraftHead, DraftLayer
 
 
 class NativeDraft(NativeDense):
     """`api.DenseOps`, and a drafter's layers and head."""
+
+    def draft_context(self, rows: DraftContextRows) -> NativeDraftContext | None:
+        """One call for the rows of all layers, where all projections are packed."""
+        return NativeDraftContext(rows) if are_packed(rows.projection, *rows.entries) else None
 
     def draft_block(self, layer: DraftLayer) -> NativeDraftBlock | None:
         """One call for a layer, where its projections are packed."""
@@ -71,6 +77,38 @@ class NativeDraftBlock(NativeBlock):
             *(self._address, x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             *(context.data_ptr(), context.stride(0), context.stride(1)),
             *(seen.data_ptr(), context.shape[1], n_rows, group, y.data_ptr()),
+        )
+        return y
+
+
+class NativeDraftContext(NativeBlock):
+    """`layers.DraftContextBlock`."""
+
+    def __init__(self, what: DraftContextRows) -> None:
+        """Raises LibraryError."""
+        norms, projection = what.latent_norms, packed(what.projection)
+        self._width = norms[0].shape[0] + what.rope
+        pairs = zip(map(packed, what.entries), norms, strict=True)
+        parts = [blocks.DraftRows(blocks.Matrix.of(m), norm.data_ptr()) for m, norm in pairs]
+        self._parts = (blocks.DraftRows * len(parts))(*parts)
+        structure = blocks.DraftContext(
+            *(blocks.Matrix.of(projection), what.norm.data_ptr(), addressof(self._parts)),
+            *(len(parts), norms[0].shape[0], what.rope, what.is_interleaved, what.eps),
+        )
+        super().__init__("k3_draft_context", structure, what, norms[0])
+        assert projection is not None, "the projection is packed"
+        self._inputs, self._like = projection.inputs, norms[0]
+
+    def __call__(self, taps_TI: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, L, W]."""
+        taps, cos, sin = rows(taps_TI), cos.contiguous(), sin.contiguous()
+        for name, x in (("taps", taps), ("cosines", cos), ("sines", sin)):
+            assert x.dtype == self._like.dtype, f"{name} {x.dtype}, weights {self._like.dtype}"
+        assert taps.shape[1] == self._inputs, f"taps {tuple(taps.shape)}, weights {self._inputs}"
+        y = taps.new_empty(len(taps), len(self._parts), self._width)
+        self._call(
+            *(self._address, taps.data_ptr(), taps.stride(0), cos.data_ptr(), sin.data_ptr()),
+            *(len(taps), y.data_ptr()),
         )
         return y
 

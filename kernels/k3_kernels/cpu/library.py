@@ -19,6 +19,7 @@ REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compil
 
 SIGNATURES = {
     "k3_draft_block": "pppppiipiiip",
+    "k3_draft_context": "ppippip",
     "k3_draft_tokens": "pppippiiii",
     "k3_experts": "pippiipipiiiiiddp",
     "k3_attend_chunk": "pippppiiiiiid",

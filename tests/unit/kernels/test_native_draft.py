@@ -71,6 +71,23 @@ def test_a_layer_and_the_drafts_equal_the_reference(
         assert torch.equal(ours.draft(expected[:, : BLOCK - 1], anchor), drafts)
 
 
+@pytest.mark.parametrize("name, dtype, tolerance", DTYPES)
+def test_context_rows_equal_the_reference(
+    tmp_path: Path, name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    spec = K3Spec.from_folder(EMBEDDED_MODEL)
+    folder = random_drafter(tmp_path, spec, "mla", seed=6, block=BLOCK)
+    ours, parts = drafter(folder, NativeDraft(), name), drafter(folder, ReferenceDense(), name)
+    assert ours.context.block is not None
+    assert parts.context.block is None
+    random = torch.Generator().manual_seed(7)
+    for n_tokens in (1, 8, 77):
+        taps = torch.randn(n_tokens, len(ours.spec.taps), spec.hidden_size, generator=random)
+        taps, positions = taps.to(dtype), torch.randperm(4000, generator=random)[:n_tokens]
+        expected = parts.context(taps, positions)
+        assert_close(ours.context(taps, positions), expected, tolerance, f"{n_tokens} tokens")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["equal", "nan", "infinite", "tail"])
 def test_drafts_are_the_first_of_the_best_as_torch_has_it(dtype: torch.dtype, kind: str) -> None:

@@ -1,4 +1,5 @@
-// A drafter of latent attention: one layer of its block, and the sequential head's drafts. Rules of k3/model/dspark.py.
+// A drafter of latent attention: its context rows, one layer of its block, and the sequential head's drafts. Rules of
+// k3/model/dspark.py.
 #include "arena.h"
 #include "attend.h"
 #include "gemm.h"
@@ -107,6 +108,40 @@ K3_BOTH(k3_draft_block,
         (const DraftBlock<T>* m, const T* x, const T* cosine, const T* sine, const T* context, i64 row_stride, i64 key_stride,
          const bool* seen, i64 n_context, i64 n_rows, i64 group, T* y),
         (m, x, cosine, sine, context, row_stride, key_stride, seen, n_context, n_rows, group, y))
+
+// blocks.DraftContext: what makes the rows of all layers. entry gives latent and shared key of a layer.
+template <typename T> struct DraftRows {
+  Matrix<T> entry;
+  const T* norm;
+};
+template <typename T> struct DraftContext {
+  Matrix<T> projection;
+  const T* norm;
+  const DraftRows<T>* layers;
+  i64 n_layers, rank, rope, is_interleaved;
+  double eps;
+};
+
+// taps: [tokens, projection.inputs]; cosine, sine: [tokens, rope / 2]; y: [tokens, layers, C + E].
+template <typename T>
+static void k3_draft_context(const DraftContext<T>* m, const T* taps, i64 stride, const T* cosine, const T* sine, i64 tokens, T* y) {
+  const i64 size = m->projection.outputs, width = m->rank + m->rope, row = m->n_layers * width;
+  Arena arena(1);
+  arena.reserve<T>(aligned<T>(tokens * size));
+  T* h = arena.take<T>(tokens * size);
+  multiply(taps, stride, m->projection, h, size, tokens);
+  for (i64 t = 0; t < tokens; ++t) rms_norm(h + t * size, m->norm, h + t * size, size, T(m->eps));
+  for (i64 l = 0; l < m->n_layers; ++l) multiply(h, size, m->layers[l].entry, y + l * width, row, tokens);
+  for (i64 t = 0; t < tokens; ++t)
+    for (i64 l = 0; l < m->n_layers; ++l) {
+      T* own = y + t * row + l * width;
+      rms_norm(own, m->layers[l].norm, own, m->rank, T(m->eps));
+      turn(own + m->rank, cosine + t * (m->rope / 2), sine + t * (m->rope / 2), m->rope, m->is_interleaved != 0);
+    }
+}
+K3_BOTH(k3_draft_context,
+        (const DraftContext<T>* m, const T* taps, i64 stride, const T* cosine, const T* sine, i64 tokens, T* y),
+        (m, taps, stride, cosine, sine, tokens, y))
 
 // Greedy drafts of a head without state: draft i is the best of logits[b, i] + out(table[the token before]).
 // logits: [rows, n, V]; table: [V, R]; anchor: [rows]; drafts: [rows, n].

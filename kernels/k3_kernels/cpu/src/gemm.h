@@ -117,9 +117,20 @@ static void multiply_as(const T* x, i64 x_stride, const Matrix<T>& w, T* y, i64 
     for (; p < panels; ++p) tokens_of<T, NARROW, 1>(x, x_stride, w, p, y, y_stride, tokens);
 }
 
+// Tokens whose inputs stay in a core's own cache while all panels are met.
+constexpr i64 BLOCK_TOKENS = 256;
+
 template <typename T> static void multiply(const T* x, i64 x_stride, const Matrix<T>& w, T* y, i64 y_stride, i64 tokens) {
-  if constexpr (sizeof(T) == 4) {
-    if (w.is_narrow) return multiply_as<T, true>(x, x_stride, w, y, y_stride, tokens);
+  for (i64 t = 0; t < tokens; t += BLOCK_TOKENS) {
+    const i64 n = tokens - t < BLOCK_TOKENS ? tokens - t : BLOCK_TOKENS;
+    const T* in = x + t * x_stride;
+    T* out = y + t * y_stride;
+    if constexpr (sizeof(T) == 4) {
+      if (w.is_narrow) {
+        multiply_as<T, true>(in, x_stride, w, out, y_stride, n);
+        continue;
+      }
+    }
+    multiply_as<T, false>(in, x_stride, w, out, y_stride, n);
   }
-  multiply_as<T, false>(x, x_stride, w, y, y_stride, tokens);
 }

@@ -15,25 +15,62 @@ template <typename T> struct KdaPools {
   i64 columns, tail_tokens, record_tokens;
 };
 
+// Columns i .. of `n` rows of a state decayed, and what they see of the key. rest: columns there are, a vector unless PART.
+template <bool PART, typename T, typename N, typename D>
+K3_INLINE void forget(N n, const T* in, T* out, const T* k, const T* decay, i64 i, i64 rest, D dim, Vec<T> (&seen)[Lanes<T>::n]) {
+  const Vec<T> a = PART ? load_part(decay + i, rest) : load(decay + i), b = PART ? load_part(k + i, rest) : load(k + i);
+  for (i64 r = 0; r < n; ++r) {
+    const T* from = in + r * dim + i;
+    const Vec<T> s = (PART ? load_part(from, rest) : load(from)) * a;
+    seen[r] += s * b;
+    if (PART) store_part(out + r * dim + i, s, rest);
+    else store(out + r * dim + i, s);
+  }
+}
+
+// The same columns after the delta rule, and what the query reads of them.
+template <bool PART, typename T, typename N, typename D>
+K3_INLINE void learn(N n, T* state, const T* k, const T* u, const T* q, i64 i, i64 rest, D dim, Vec<T> (&read)[Lanes<T>::n]) {
+  const Vec<T> a = PART ? load_part(q + i, rest) : load(q + i), b = PART ? load_part(k + i, rest) : load(k + i);
+  for (i64 r = 0; r < n; ++r) {
+    T* at = state + r * dim + i;
+    const Vec<T> s = (PART ? load_part(at, rest) : load(at)) + b * u[r];
+    read[r] += s * a;
+    if (PART) store_part(at, s, rest);
+    else store(at, s);
+  }
+}
+
+// `advance` for n <= lanes rows of the state, whose sums are taken together.
+template <typename T, typename N, typename D>
+K3_INLINE void advance_rows(N n, const T* in, T* out, const T* q, const T* k, const T* decay, const T* v, T beta, D dim, T* o, T* u) {
+  constexpr i64 L = Lanes<T>::n;
+  Vec<T> seen[L] = {}, read[L] = {};
+  i64 i = 0;
+  for (; i + L <= dim; i += L) forget<false, T>(n, in, out, k, decay, i, L, dim, seen);
+  if (i < dim) forget<true, T>(n, in, out, k, decay, i, dim - i, dim, seen);
+  store_part(u, (load_part(v, n) - sums(seen)) * beta, n);
+  for (i = 0; i + L <= dim; i += L) learn<false, T>(n, out, k, u, q, i, L, dim, read);
+  if (i < dim) learn<true, T>(n, out, k, u, q, i, dim - i, dim, read);
+  store_part(o, sums(read), n);
+}
+
 // One token into a head's state, read from `in`, left in `out` (may be the same). u: the delta, [V].
+template <typename T, typename D>
+K3_INLINE void advance_by(D dim, const T* in, T* out, const T* q, const T* k, const T* decay, const T* v, T beta, T* o, T* u) {
+  constexpr i64 L = Lanes<T>::n;
+  i64 r = 0;
+  for (; r + L <= dim; r += L)
+    advance_rows<T>(std::integral_constant<i64, L>{}, in + r * dim, out + r * dim, q, k, decay, v + r, beta, dim, o + r, u + r);
+  if (r < dim) advance_rows<T>(dim - r, in + r * dim, out + r * dim, q, k, decay, v + r, beta, dim, o + r, u + r);
+}
+
+// `advance_by` with the strides of usual head dims known to the compiler: sixteen rows have sixteen addresses.
 template <typename T>
 inline void advance(const T* in, T* out, const T* q, const T* k, const T* decay, const T* v, T beta, i64 dim, T* o, T* u) {
-  for (i64 r = 0; r < dim; ++r, in += dim, out += dim) {
-    Vec<T> seen{};
-    over<T>(dim, out, [&](auto at) {
-      const Vec<T> s = at(in) * at(decay);
-      seen += s * at(k);
-      return s;
-    });
-    const T delta = u[r] = (v[r] - sum<T>(seen)) * beta;
-    Vec<T> read{};
-    over<T>(dim, out, [&](auto at) {
-      const Vec<T> s = at(out) + at(k) * delta;
-      read += s * at(q);
-      return s;
-    });
-    o[r] = sum<T>(read);
-  }
+  if (dim == 32) return advance_by<T>(std::integral_constant<i64, 32>{}, in, out, q, k, decay, v, beta, o, u);
+  if (dim == 128) return advance_by<T>(std::integral_constant<i64, 128>{}, in, out, q, k, decay, v, beta, o, u);
+  advance_by<T>(dim, in, out, q, k, decay, v, beta, o, u);
 }
 
 // A recorded token into a head's state: record [3 (k, u, g)][N][D] at `record`.
