@@ -122,6 +122,7 @@ class GroupEngine(ABC, Generic[L]):
         self._clock = clock
         self._report: Report = _unreported
         self._instance_id = ""
+        self._description: instance_pb2.DescribeResponse | None = None
         self._group: Group | None = None
         self._life: L | None = None
         self._restarts: deque[float] = deque()
@@ -217,8 +218,10 @@ class GroupEngine(ABC, Generic[L]):
         return 0 if self._life is None else self._life.n_open
 
     def describe(self) -> instance_pb2.DescribeResponse:
-        """Identity and capacities."""
-        return self._deployment.describe(self._instance_id)
+        """Identity and capacities; made once per life, asked for with every change of the load."""
+        if self._description is None or self._description.instance_id != self._instance_id:
+            self._description = self._deployment.describe(self._instance_id)
+        return self._description
 
     def load(self) -> instance_pb2.Load:
         """Snapshot; zeros while there is no life."""
