@@ -56,17 +56,7 @@ class DraftContext:
         self.norm = weights.take(f"{norm}.weight")
         self.rotation = Rotation(spec.rope, weights.dtype, weights.device)
         self.layers = [self._rows(shard, weights, layer) for layer in range(spec.num_layers)]
-        self.block = layers.draft_context(ops, self._whole()) if is_mla else None
-
-    def _whole(self) -> layers.DraftContextRows:
-        rows = [layer for layer in self.layers if isinstance(layer, LatentRows)]
-        attention = self.spec.attention
-        assert isinstance(attention, MlaDraft), "latent rows are of latent attention"
-        return layers.DraftContextRows(
-            *(self.projection, self.norm),
-            *(tuple(layer.down for layer in rows), tuple(layer.norm for layer in rows)),
-            *(attention.rope_dim, self.spec.rope.is_interleaved, self.spec.eps),
-        )
+        self.at_once = drafts.context_rows(ops, self.whole())
 
     def _rows(self, shard: Shard, weights: Weights, layer: int) -> LatentRows | HeadRows:
         prefix = f"layers.{layer}.self_attn."
@@ -79,11 +69,11 @@ class DraftContext:
     @torch.no_grad()
     def __call__(self, taps_TXD: Tensor, positions_T: Tensor) -> Tensor:
         """Rows of all layers: [T, L, W], or by head [T, H, L, 2, dim]."""
-        turn = self.rotation.at(positions_T)
-        if self.block is not None and len(taps_TXD) <= self.block.most_tokens:
-            return self.block(taps_TXD.flatten(1), turn.cos, turn.sin)
+        if self.at_once is not None:
+            return self.at_once(taps_TXD, positions_T)
         projected = self.projection(taps_TXD.flatten(1))
         context = self.ops.rms_norm(projected, self.norm, self.spec.eps)
+        turn = self.rotation.at(positions_T)
         rows = [layer(context, turn) for layer in self.layers]
         return torch.stack(rows, 1 if self.spec.flavour == "mla" else 2)
 
@@ -125,7 +115,6 @@ class DraftLayer:
         self.down = ops.projection(down)
         prefix += "self_attn."
         self.attention: LatentAttention | HeadAttention
-        self.block: layers.DraftBlock | None = None
         self.ring: drafts.RingBlock | None = None
         match spec.attention:
             case MlaDraft() as attention:
@@ -134,7 +123,6 @@ class DraftLayer:
                 assert isinstance(rows, LatentRows), "rows are of the attention's flavour"
                 if comm.size == 1:
                     whole = self._whole(spec, own, rows)
-                    self.block = layers.draft_block(ops, whole)
                     self.ring = drafts.ring_block(ops, whole, rotation.whole())
             case GqaDraft() as attention:
                 heads = HeadAttention(spec, attention, shard, ops, weights, prefix)
@@ -166,8 +154,6 @@ class DraftLayer:
 
     def __call__(self, x_BKD: Tensor, turn_BK: Turn, context: LayerRows) -> Tensor:
         """The residual after this layer."""
-        if self.block is not None and x_BKD.shape[:2].numel() <= self.block.most_tokens:
-            return self.block(x_BKD, turn_BK.cos, turn_BK.sin, context.values, context.seen_BM)
         h = self.ops.rms_norm(x_BKD, self.input_norm, self.eps)
         own = self.rows(h, turn_BK)
         x = x_BKD + self.comm.all_reduce(self.attention(h, own, turn_BK, context))

@@ -163,6 +163,14 @@ class RingBlock(Protocol):
         ...
 
 
+class ContextRows(Protocol):
+    """Context rows of committed tokens."""
+
+    def __call__(self, taps_TXD: Tensor, position_T: Tensor) -> Tensor:
+        """[T, L, W]."""
+        ...
+
+
 class DraftRows(Protocol):
     """Context rows of a step."""
 
@@ -199,6 +207,18 @@ class _Ring(Protocol):
     def greedy_judge(self) -> GreedyJudge: ...
 
     def derive_tables(self) -> DeriveTables: ...
+
+
+@runtime_checkable
+class _Context(Protocol):
+    def context_rows(self, context: DraftContext) -> ContextRows | None: ...
+
+
+def context_rows(ops: object, context: AnyContext) -> ContextRows | None:
+    """Rows of all layers as one operation, for latent attention."""
+    if isinstance(ops, _Context) and isinstance(context, DraftContext):
+        return ops.context_rows(context)
+    return None
 
 
 def ring_block(ops: object, layer: AnyLayer, rotation: DraftRotation) -> RingBlock | None:

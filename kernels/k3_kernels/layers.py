@@ -1,8 +1,8 @@
 """What a whole layer is made of, for backends that compute one between its norms as one operation.
 
-A backend offers it by a method `block` of its operations (`draft_context`, `draft_block`, `draft_tokens` for a drafter's);
-`kda_block`, `mla_block`, `moe_block` and so on ask for it at load and give None where there is none: then the model runs the layer's
-parts one by one. Blocks are for verify groups and drafts on one rank.
+A backend offers it by a method `block` of its operations (`draft_tokens` for a drafter's drafts; the rest of a drafter is in
+`drafts.py`); `kda_block`, `mla_block` and so on ask for it at load and give None where there is none: then the model runs
+the layer's parts one by one. Blocks are for verify groups and drafts on one rank.
 """
 
 from __future__ import annotations
@@ -91,19 +91,6 @@ class DraftLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftContextRows:
-    """What makes a drafter's latent rows of all layers. entries: D -> latent and shared key of each layer."""
-
-    projection: Projection
-    norm: Tensor
-    entries: tuple[Projection, ...]
-    latent_norms: tuple[Tensor, ...]
-    rope: int
-    is_interleaved: bool
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class DraftHead:
     """A drafter's sequential head without a state: table [V, R], out: R -> V."""
 
@@ -143,28 +130,6 @@ class MoeBlock(Protocol):
         ...
 
 
-class DraftBlock(Protocol):
-    """x [B, K, D] -> the residual after the layer."""
-
-    most_tokens: int
-
-    def __call__(
-        self, x_BKD: Tensor, cos: Tensor, sin: Tensor, context_BNW: Tensor, seen_BM: Tensor
-    ) -> Tensor:
-        """[B, K, D]. cos, sin: [B, K, E / 2]. seen_BM: which of the context's rows and own slots are looked at."""
-        ...
-
-
-class DraftContextBlock(Protocol):
-    """Taps of committed tokens -> rows of all layers."""
-
-    most_tokens: int
-
-    def __call__(self, taps_TI: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, L, W]. cos, sin: [T, E / 2]."""
-        ...
-
-
 class DraftTokens(Protocol):
     """The best drafts from left to right."""
 
@@ -175,10 +140,6 @@ class DraftTokens(Protocol):
 
 @runtime_checkable
 class _Draft(Protocol):
-    def draft_context(self, rows: DraftContextRows) -> DraftContextBlock | None: ...
-
-    def draft_block(self, layer: DraftLayer) -> DraftBlock | None: ...
-
     def draft_tokens(self, head: DraftHead) -> DraftTokens | None: ...
 
 
@@ -210,16 +171,6 @@ def mla_block(ops: object, layer: MlaLayer) -> MlaBlock | None:
 def moe_block(ops: object, layer: MoeLayer) -> MoeBlock | None:
     """The layer as one operation."""
     return ops.block(layer) if isinstance(ops, _Moe) else None
-
-
-def draft_context(ops: object, rows: DraftContextRows) -> DraftContextBlock | None:
-    """The rows of all layers as one operation."""
-    return ops.draft_context(rows) if isinstance(ops, _Draft) else None
-
-
-def draft_block(ops: object, layer: DraftLayer) -> DraftBlock | None:
-    """The layer as one operation."""
-    return ops.draft_block(layer) if isinstance(ops, _Draft) else None
 
 
 def draft_tokens(ops: object, head: DraftHead) -> DraftTokens | None:

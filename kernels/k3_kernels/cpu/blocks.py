@@ -9,6 +9,7 @@ import ctypes
 from ctypes import c_double, c_int64, c_void_p
 
 from k3_kernels.cpu.dense import Packed
+from k3_kernels.drafts import DraftPlace
 from k3_kernels.reference.group import GroupCache
 
 
@@ -101,10 +102,10 @@ class DraftBlock(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("query_down", "query_up", "entry", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "query_norm", "latent_norm")),
-        *((name, c_void_p) for name in ("key_up", "value_up", "mlp_norm")),
+        *((name, c_void_p) for name in ("key_up", "value_up", "mlp_norm", "frequencies")),
         *((name, c_int64) for name in ("heads", "nope", "rope", "rank", "value_dim")),
         *((name, c_int64) for name in ("head_stride", "is_interleaved")),
-        *((name, c_double) for name in ("scale", "eps")),
+        *((name, c_double) for name in ("scale", "eps", "amplitude")),
     )
 
 
@@ -118,7 +119,26 @@ class DraftContext(ctypes.Structure):
     """`src/draft.cpp`."""
 
     _fields_ = (
-        *(("projection", Matrix), ("norm", c_void_p), ("layers", c_void_p)),
+        *(("projection", Matrix), ("norm", c_void_p), ("frequencies", c_void_p)),
+        ("layers", c_void_p),
         *((name, c_int64) for name in ("n_layers", "rank", "rope", "is_interleaved")),
-        ("eps", c_double),
+        *((name, c_double) for name in ("eps", "amplitude")),
     )
+
+
+class DraftRing(ctypes.Structure):
+    """`src/draft.cpp`."""
+
+    _fields_ = (
+        ("pool", c_void_p),
+        *((f"{name}_stride", c_int64) for name in ("unit", "layer", "token")),
+        *((name, c_int64) for name in ("places", "page_tokens", "window")),
+    )
+
+    @classmethod
+    def of(cls, place: DraftPlace) -> DraftRing:
+        """Of a pool [units, layers, tokens, width]."""
+        pool = place.pool
+        assert pool.dim() == 4, f"pool: {tuple(pool.shape)}, expected rows of latent attention"
+        assert pool.stride(3) == 1, f"pool: strides {pool.stride()}"
+        return cls(pool.data_ptr(), *pool.stride()[:3], place.places, pool.shape[2], place.window)

@@ -18,13 +18,16 @@ from k3_kernels.cpu import build
 REMEDY = "build it: python kernels/k3_kernels/cpu/build.py (needs a C++17 compiler), or reinstall"
 
 SIGNATURES = {
-    "k3_draft_block": "pppppiipiiip",
-    "k3_draft_context": "ppippip",
+    "k3_derive": "pppppppipiiiiipppppppii",
+    "k3_draft_block": "pppipppiip",
+    "k3_draft_context": "ppipip",
+    "k3_draft_rows": "ppipppppiii",
     "k3_draft_tokens": "pppippiiii",
     "k3_experts": "pippiipipiiiiiddp",
     "k3_attend_chunk": "pippppiiiiiid",
     "k3_gate": "ppipii",
     "k3_gated_rms_norm": "ppippiiid",
+    "k3_judge": "ppipppppppiii",
     "k3_kda_block": "ppipppiip",
     "k3_linear": "pipipiii",
     "k3_kda_group": "pipipipppddppppiiiii",

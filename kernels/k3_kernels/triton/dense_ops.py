@@ -49,9 +49,6 @@ class TritonDense:
             )
         return Product(weight_OI)
 
-    def draft_block(self, layer: DraftLayer) -> None:
-        """Blocks read the ring where it lies: `ring_block`."""
-
     def ring_block(self, layer: AnyLayer, rotation: DraftRotation) -> RingBlock | None:
         """Layers whose heads fit a program's tiles."""
         match layer:

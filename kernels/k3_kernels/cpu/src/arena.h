@@ -1,5 +1,5 @@
 // Working memory of a call: one growing piece per thread and level, handed out from its start by every call anew. An
-// operation works at level 0, a block that calls operations at level 1.
+// operation works at level 0, a block that calls operations at level 1, what calls blocks at level 2.
 #pragma once
 #include <vector>
 
@@ -21,7 +21,7 @@ class Arena {
 
  private:
   static std::vector<char>& thread_memory(int level) {
-    static thread_local std::vector<char> memory[2];
+    static thread_local std::vector<char> memory[3];
     return memory[level];
   }
   std::vector<char>& memory_;
