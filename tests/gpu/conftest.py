@@ -1,14 +1,20 @@
 # ruff: noqa: TID251  (asked at collection, before any device is opened)
-"""Everything here needs a CUDA GPU, is marked `gpu` and skipped without one."""
+"""Everything here needs a CUDA GPU, is marked `gpu` and skipped without one.
+
+Collected first, these modules import kernels: without a GPU those are the interpreter's, as tests/unit/kernels needs them.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
