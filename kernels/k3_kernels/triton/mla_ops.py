@@ -208,12 +208,15 @@ def _attend_wide(
     numbers: tuple[float | int, ...],
     shape: dict[str, int],
 ) -> None:
-    from k3_kernels.triton.mla_wide import attend_wide, descriptors  # not in the interpreter
+    from k3_kernels.triton import mla_wide  # not in the interpreter
 
     q_THK, cache_PTK, *others = tensors
-    tiles = (*descriptors(_rows(cache_PTK)), *descriptors(q_THK.flatten(0, 1)))
+    rows, queries = _rows(cache_PTK), q_THK.flatten(0, 1)
+    tiles = (*mla_wide.descriptors(rows), *mla_wide.descriptors(queries))
     kept = {name: shape[name] for name in ("H", "G", "P", "R", "BLOCK_B", "M", "N", "FEWEST")}
-    attend_wide[grid](cache_PTK, *tiles, *others, *numbers, **kept, D=shape["C"] // 2, num_warps=4)
+    kept |= {"D": shape["C"] // 2}
+    kept |= dict(zip(("FOR_PRODUCTS", "FOR_COPIES"), mla_wide.REGISTERS, strict=True))
+    mla_wide.attend_wide[grid](cache_PTK, *tiles, *others, *numbers, **kept, num_warps=4)
 
 
 def _rows(cache_PTK: Tensor) -> Tensor:
