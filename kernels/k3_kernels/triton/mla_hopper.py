@@ -289,60 +289,75 @@ def attend_hopper(
                 s_shape, gl.float32, score
             )  # of every score; summed over keys at the end
             acc = gl.zeros(o_shape, gl.float32, output)
-            for tile in range(head, full):
-                slot = turn % 2
-                page = _page(
-                    pages, tile + 2, full, P, N
-                )  # needed at the end: its latency is hidden
-                mbarrier.wait(arrived.index(slot), (turn // 2) % 2)
-                s = _scores(
-                    q_MC, q_MR, k_NC.index(slot), k_NR.index(slot), s_shape, KEYS_FIRST, score
-                )
-                s = warpgroup_mma_wait(0, deps=[s])
-                product, peak_M, weight = _values(
-                    s, acc, k_NC.index(slot), p_NM, peak_M, weight, tile * N + n, bound_M, scale, KEYS_FIRST, output
-                )  # fmt: skip
-                acc = warpgroup_mma_wait(0, deps=[product])
-                _everybody()  # both warp groups are done with the slot
-                _start_copy(
-                    latents, shareds, k_NC, k_NR, arrived, page, page_rows, tile + 2, slot,
-                    tile + 2 < full, P, N, C, R,
-                )  # fmt: skip
-                turn += 1
-            if tail > full:
-                page = _page(pages, full, tail, P, N)
-                _copy_by_threads(
-                    cache,
-                    k_NC.index(0),
-                    k_NR.index(0),
-                    page,
-                    page_stride,
-                    full,
-                    n_keys,
-                    P,
-                    N,
-                    C,
-                    R,
-                    W,
-                )
-                async_copy.wait_group(0)
-                fence_async_shared()
-                s = _scores(q_MC, q_MR, k_NC.index(0), k_NR.index(0), s_shape, KEYS_FIRST, score)
-                s = warpgroup_mma_wait(0, deps=[s])
-                product, peak_M, weight = _values(
-                    s,
-                    acc,
-                    k_NC.index(0),
-                    p_NM,
-                    peak_M,
-                    weight,
-                    full * N + n,
-                    bound_M,
-                    scale,
-                    KEYS_FIRST,
-                    output,
-                )
-                acc = warpgroup_mma_wait(0, deps=[product])
+            for rest in range(2):  # full tiles, then the partly filled one: the same code
+                lo = head
+                hi = full
+                if rest == 1:
+                    lo = full
+                    hi = tail
+                    if tail > full:
+                        slot = turn % 2
+                        page = _page(pages, full, tail, P, N)
+                        _copy_by_threads(
+                            cache,
+                            k_NC.index(slot),
+                            k_NR.index(slot),
+                            page,
+                            page_stride,
+                            full,
+                            n_keys,
+                            P,
+                            N,
+                            C,
+                            R,
+                            W,
+                        )
+                        async_copy.wait_group(0)
+                        fence_async_shared()
+                        _everybody()
+                        mbarrier.arrive(arrived.index(slot), count=1)
+                for tile in range(lo, hi):
+                    slot = turn % 2
+                    page = _page(
+                        pages, tile + 2, full, P, N
+                    )  # needed at the end: its latency is hidden
+                    mbarrier.wait(arrived.index(slot), (turn // 2) % 2)
+                    s = _scores(
+                        q_MC, q_MR, k_NC.index(slot), k_NR.index(slot), s_shape, KEYS_FIRST, score
+                    )
+                    s = warpgroup_mma_wait(0, deps=[s])
+                    product, peak_M, weight = _values(
+                        s,
+                        acc,
+                        k_NC.index(slot),
+                        p_NM,
+                        peak_M,
+                        weight,
+                        tile * N + n,
+                        bound_M,
+                        scale,
+                        KEYS_FIRST,
+                        output,
+                    )
+                    acc = warpgroup_mma_wait(0, deps=[product])
+                    _everybody()  # both warp groups are done with the slot
+                    _start_copy(
+                        latents,
+                        shareds,
+                        k_NC,
+                        k_NR,
+                        arrived,
+                        page,
+                        page_rows,
+                        tile + 2,
+                        slot,
+                        tile + 2 < full,
+                        P,
+                        N,
+                        C,
+                        R,
+                    )
+                    turn += 1
             _everybody()
             sum_M = gl.sum(weight, 1 - A)
             share = gl.convert_layout(1.0 / gl.where(sum_M == 0.0, 1.0, sum_M), of_output)
