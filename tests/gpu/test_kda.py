@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from k3_kernels.triton import kda_verify
 from k3_kernels.triton.kda_ops import TritonKda
 
 from tests.kda_group import Group, Shape, assert_same
@@ -31,6 +32,16 @@ def test_kernels_equal_the_reference_in_float64(shape: Shape, dtype: torch.dtype
     want = group.expected()
     c = group
     o = TritonKda().group(c.u, c.raw, c.beta, c.rule, c.cache, c.slots, c.column)
+    assert_same((o, group.cache), want, 1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5])
+def test_a_group_of_many_heads_equals_the_reference_too(shape: Shape) -> None:
+    group = Group.draw(shape, 12, torch.bfloat16, "cuda")
+    want = group.expected()
+    c, o = group, torch.full(want[0].shape, float("nan"), device="cuda")
+    many = kda_verify.tuned(1 << 20)
+    kda_verify.verify(c.u, c.raw, c.beta, c.rule, c.cache, c.slots, c.column, o, many)
     assert_same((o, group.cache), want, 1e-4)
 
 

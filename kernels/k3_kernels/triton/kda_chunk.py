@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_kernels.triton.kda_verify import _product as product
+from k3_kernels.triton.tf32 import product
 
 BLOCK = 16  # tokens
 MILDEST = (
