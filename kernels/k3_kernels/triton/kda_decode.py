@@ -99,7 +99,7 @@ class Tuning:
 
 def tuned(programs: int) -> Tuning:
     """As measured on an H200 (132 processors): many programs want to be small, few must be wide."""
-    return Tuning(8, 4, 1) if programs > 2048 else Tuning(64, 1, 8)
+    return Tuning(8, 4, 1) if programs > 2048 else Tuning(32, 1, 8)
 
 
 def decode(
