@@ -26,7 +26,7 @@ from k3.acceptance import accept
 from k3.config.resolve import EMBEDDED_MODEL
 from k3.model.spec import K3Spec
 from tests.compare import assert_close
-from tests.draft_rings import PAGE, SLOTS, WINDOW, World
+from tests.draft_rings import PAGE, PLACES, SLOTS, WINDOW, World
 from tests.drafters import random_drafter
 from tests.model_runner import CPU
 
@@ -56,9 +56,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return random_drafter(where, spec, request.param, seed=5, block=BLOCK)
 
 
-def worlds(make: Make, folder: Path, dtype: torch.dtype) -> tuple[World, World]:
+def worlds(
+    make: Make, folder: Path, dtype: torch.dtype, places: int = PLACES
+) -> tuple[World, World]:
     """By the kernels, and part by part."""
-    ours, parts = (World.of(folder, ops, dtype, BLOCK) for ops in (make(), ReferenceDense()))
+    ours, parts = (
+        World.of(folder, ops, dtype, BLOCK, places=places) for ops in (make(), ReferenceDense())
+    )
     if make is NativeDraft and ours.drafter.spec.flavour != "mla":
         assert not ours.drafter.reads_rings
         pytest.skip(
@@ -93,6 +97,18 @@ def test_rows_of_what_was_accepted_are_stored_and_no_others(
         start_B = start_B + torch.tensor(accepted) + 1
     own = slice(NOBODYS_PLACES, None)  # what lies in nobody's slot does not matter
     assert_close(ours.ring.pool[own], parts.ring.pool[own], tolerance, "ring")
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("bound", [200, 5000], ids=["alone", "in parts"])
+def test_blocks_look_at_long_rings(make: Make, folder: Path, bound: int) -> None:
+    """Several programs share a ring of Triton's: fewer keys than parts, tiles that end inside one, a full window."""
+    ours, parts = worlds(make, folder, torch.float32, places=126)
+    parts.ring.pool.normal_(generator=torch.Generator().manual_seed(2))
+    ours.ring.pool.copy_(parts.ring.pool)
+    base_B = torch.tensor([min(base, bound) for base in (3, 0, 700, 1700)])
+    where = torch.tensor([1, 2, 3, 4]), torch.tensor([0, NO_ROWS, 2, 0]), base_B, base_B + 1
+    assert_close(ours.hidden(*where, bound), parts.hidden(*where), 6e-4, "slots")
 
 
 @pytest.mark.parametrize("make, dtype, tolerance", CASES)

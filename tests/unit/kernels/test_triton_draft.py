@@ -31,20 +31,6 @@ NANO = Path(__file__).parents[2] / "golden/k3"
 BLOCK = 5
 
 
-@pytest.mark.parametrize("bound", [400, 5000], ids=["alone", "in parts"])
-def test_long_rings_are_shared_by_several_programs(folder: Path, bound: int) -> None:
-    """Fewer keys than parts, tiles that end inside a part, a full window."""
-    ours, parts = (
-        World.of(folder, ops, torch.float32, BLOCK, places=126)
-        for ops in (TritonDense(), ReferenceDense())
-    )
-    parts.ring.pool.normal_(generator=torch.Generator().manual_seed(2))
-    ours.ring.pool.copy_(parts.ring.pool)
-    base_B = torch.tensor([min(base, bound) for base in (3, 0, 700, 1700)])
-    where = torch.tensor([1, 2, 3, 4]), torch.tensor([0, NO_ROWS, 2, 0]), base_B, base_B + 1
-    assert_close(ours.hidden(*where, bound), parts.hidden(*where), 6e-4, "slots")
-
-
 def test_a_layer_too_large_for_a_program_is_computed_part_by_part(tmp_path: Path) -> None:
     spec = K3Spec.from_folder(EMBEDDED_MODEL)
     folder = random_drafter(tmp_path, spec, "mla", seed=5, block=BLOCK)
