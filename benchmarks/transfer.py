@@ -6,7 +6,8 @@
 Two processes, a GPU each, an agent each; the sender writes into the receiver's pool as services do: prepared lists,
 a few handles in flight, a record behind every handle, whose arrival ends the clock. Pages of K3 (24 layers together,
 1.7 MiB) in random order and in runs, the same bytes cut by layer (72 KiB), states of a KDA stack. Every byte that
-arrived is compared with what was sent.
+arrived is compared with what was sent. Everything is measured twice: with all pieces of a handle in one call of the
+driver, as services post them between GPUs, and with a call for each.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from k3.transfer.nixl import NIXL_VERSION, NixlAgent
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0
 IN_FLIGHT = 4  # handles, as `transfer.handles_in_flight`
-ROUNDS = 5
+WARM_UPS, ROUNDS = 3, 15
 SENT, RECEIVED = 1, 2  # seeds of the pools
 LATENT_ROW = 576 * 2
 PAGE = 64 * LATENT_ROW
@@ -70,12 +71,14 @@ class Row:
     n: int
     rate: float
     is_right: bool
+    is_batched: bool
 
     def text(self) -> str:
         """Of the table."""
         case = self.case
         bar = f"{case.bar:g}" if case.bar else ""
-        cells = (case.name, str(self.n), str(case.piece), f"{self.rate:.1f}", bar)
+        calls = "one" if self.is_batched else "one a piece"
+        cells = (case.name, calls, str(self.n), str(case.piece), f"{self.rate:.1f}", bar)
         return f"| {' | '.join(cells)} | {'yes' if self.is_right else 'NO'} |"
 
 
@@ -164,7 +167,7 @@ def is_right(case: Case, n: int, source: Tensor, target: Tensor) -> bool:
     """Whether every piece lies where the last round sent it."""
     words = case.piece // 8
     a, b = source[: n * words].view(n, words), target[: n * words].view(n, words)
-    for indices in handles(case, n, ROUNDS):
+    for indices in handles(case, n, WARM_UPS + ROUNDS - 1):
         from_, to = (torch.from_numpy(i).long().to(a.device) for i in indices)
         if not torch.equal(a[from_], b[to]):
             return False
@@ -187,13 +190,13 @@ def peer_copy_rate(n_bytes: int) -> float:
     return n_bytes / statistics.median(spans) / 1e9
 
 
-def measure(n_bytes: int, gpus: tuple[int, int]) -> list[Row]:
+def measure(n_bytes: int, gpus: tuple[int, int], *, is_batched: bool) -> list[Row]:
     """Every case, one after the other."""
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
     process = context.Process(target=receive, args=(n_bytes, gpus[1], far), daemon=True)
     process.start()
-    agent = NixlAgent("sender")
+    agent = NixlAgent("sender", is_batched=is_batched)
     _words, region = pool_of(gpus[0], n_bytes, SENT, agent)
     if not pipe.poll(DEADLINE_S):
         raise SystemExit(f"the receiver did not start in {DEADLINE_S:g} s")
@@ -203,10 +206,11 @@ def measure(n_bytes: int, gpus: tuple[int, int]) -> list[Row]:
     for case in CASES:
         source_stripes, target_stripes = stripes(region, case.piece), stripes(target, case.piece)
         lists, n = agent.prepare(name, source_stripes, target_stripes), source_stripes.count
-        spans = [write_all(agent, lists, case, n, seed, pipe) for seed in range(1 + ROUNDS)][1:]
+        seeds = range(WARM_UPS + ROUNDS)
+        spans = [write_all(agent, lists, case, n, seed, pipe) for seed in seeds][WARM_UPS:]
         pipe.send(case)
         rate = n * case.piece / statistics.median(spans) / 1e9
-        rows.append(Row(case, n, rate, pipe.recv()))
+        rows.append(Row(case, n, rate, pipe.recv(), is_batched))
         print(rows[-1].text(), flush=True)
     pipe.send(None)
     agent.disconnect(name)
@@ -229,7 +233,9 @@ def main() -> None:
         raise SystemExit(f"torch sees {torch.cuda.device_count()} GPUs; --gpus {arguments.gpus}")
     n_bytes = int(arguments.gib * (1 << 30))
     plain = peer_copy_rate(n_bytes) if first != second else math.nan
-    rows = measure(n_bytes, (first, second))
+    rows = [
+        row for how in (True, False) for row in measure(n_bytes, (first, second), is_batched=how)
+    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     card = torch.cuda.get_device_name().lower().replace(" ", "-")
     stem = f"{datetime.now(UTC):%Y-%m-%d}-transfer-{card}"
@@ -244,9 +250,11 @@ def report(gpus: str, plain: float, rows: list[Row], picture: Path) -> str:
     settings = " ".join(
         f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("UCX_", "NIXL_UCX_"))
     )
-    series = {"measured": [row.rate for row in rows], "bar": [row.case.bar for row in rows]}
+    batched, alone = ([r.rate for r in rows if r.is_batched == how] for how in (True, False))
+    bar = [case.bar for case in CASES]
+    series = {"one call a handle": batched, "one call a piece": alone, "bar": bar}
     line = None if math.isnan(plain) else plain
-    shown = bars(picture, [row.case.name for row in rows], series, "GB/s; line: a copy", line=line)
+    shown = bars(picture, [case.name for case in CASES], series, "GB/s; line: a copy", line=line)
     copied = "not measured" if line is None else f"{plain:.0f} GB/s"
     return "\n".join(
         (
@@ -258,8 +266,8 @@ def report(gpus: str, plain: float, rows: list[Row], picture: Path) -> str:
             "",
             f"    {shlex.join(['python', 'benchmarks/transfer.py', *sys.argv[1:]])}",
             "",
-            "| what | pieces | bytes each | GB/s | bar | bytes right |",
-            "|---|---|---|---|---|---|",
+            "| what | calls of the driver a handle | pieces | bytes each | GB/s | bar | bytes right |",
+            "|---|---|---|---|---|---|---|",
             *(row.text() for row in rows),
             "",
             shown,

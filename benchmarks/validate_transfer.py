@@ -71,7 +71,7 @@ class Sender:
         if device == "cuda":
             torch.zeros(1, device=at)
         self._words = torch.full((n_bytes // 8,), EMPTY, dtype=torch.int64, device=at)
-        self._agent = NixlAgent(f"device-{gpu}")
+        self._agent = NixlAgent(f"device-{gpu}", is_batched=device == "cuda")
         words = self._words
         index = gpu if device == "cuda" else 0
         self._region = Region("pool", words.data_ptr(), index, KINDS[device], 8, words.numel())

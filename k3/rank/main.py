@@ -41,6 +41,7 @@ from k3.rank.context import PlanEnd, RankContext
 from k3.rank.mover import Mover, MoverCore
 from k3.rank.process import TOKEN_VARIABLE
 from k3.transfer.agent import Region, TransferAgent
+from k3.transfer.batching import BatchingAgent
 from k3.transfer.nixl import NIXL_VERSION, NixlAgent
 from k3.transfer.none import LIBRARY, NoAgent
 from k3.transfer.plan import Sharding
@@ -283,18 +284,21 @@ def _make_core(
 ) -> MoverCore:
     """Runs on the mover's thread."""
     regions = _regions(layout, storage)
-    if any(region.memory == "VRAM" for region in regions):
+    has_gpu = any(region.memory == "VRAM" for region in regions)
+    if has_gpu:
         device = next(iter(storage.pools.values())).device
         torch.zeros(1, device=device).item()  # makes the GPU's context current in this thread
 
     is_alone, floor = config.role == "both", config.transfer.min_bandwidth
+    name = f"{setup.instance_id}-r{rank}"
 
     def build() -> TransferAgent:
         if is_alone:
-            return NoAgent(f"{setup.instance_id}-r{rank}")
-        agent = NixlAgent(f"{setup.instance_id}-r{rank}")
+            return NoAgent(name)
+        own = NixlAgent(name, is_batched=has_gpu)
+        own.check_idle_cpu()
+        agent = BatchingAgent(own, lambda: NixlAgent(name)) if has_gpu else own
         agent.register(regions)
-        agent.check_idle_cpu()
         return agent
 
     return MoverCore(

@@ -28,6 +28,12 @@ class PeerLost(TransferError):
     code = "peer_lost"
 
 
+class BatchesRefused(PeerLost):
+    """The first write to a peer raised while it was posted, in a batch; an agent without batches may reach it."""
+
+    code = "batches_refused"
+
+
 class WriteFailed(TransferError):
     """One write failed, the peer may still live; it may be posted again."""
 

@@ -13,7 +13,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,16 @@ import nixl._bindings as bindings  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from k3.errors import TransferError
-from k3.transfer.agent import Handle, Indices, Lists, PeerLost, Region, Stripes, WriteFailed
+from k3.transfer.agent import (
+    BatchesRefused,
+    Handle,
+    Indices,
+    Lists,
+    PeerLost,
+    Region,
+    Stripes,
+    WriteFailed,
+)
 
 log = logging.getLogger("k3.transfer")
 logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -34,6 +44,7 @@ PROGRESS_DELAY_US = (
 )
 IDLE_CPU_LIMIT, IDLE_CHECK_S = 0.05, 0.5
 METADATA_LIMIT = 1 << 20
+BATCHES = "NIXL_UCX_SGL_ENABLE"  # read from the environment when an agent is built
 LOST = (bindings.nixlRemoteDisconnectError, bindings.nixlNotFoundError)
 
 T = TypeVar("T")
@@ -42,8 +53,12 @@ T = TypeVar("T")
 class NixlAgent:
     """See `TransferAgent`. One thread at a time may use it."""
 
-    def __init__(self, prefix: str) -> None:
-        """prefix: instance and rank, for people; the rest of the name is random. Raises TransferError."""
+    def __init__(self, prefix: str, *, is_batched: bool = False) -> None:
+        """prefix: instance and rank, for people; the rest of the name is random. Raises TransferError.
+
+        is_batched: all pieces of a handle are one call of the GPU's driver. Between GPUs that reach each other by CUDA
+        IPC this is what makes pieces in random order fast; over TCP it does not work, see `BatchingAgent`.
+        """
         self.name = f"{prefix}-{uuid.uuid4().hex[:12]}"
         self._regions: list[Region] = []
         self._registered: list[Any] = []
@@ -53,9 +68,11 @@ class NixlAgent:
         self._live: dict[int, tuple[str, Any]] = {}  # the library's handles never leave this class
         self._n_handles = 0
         self._is_closed = False
+        self._is_batched = is_batched
+        self._proven: set[str] = set()  # peers that a write has reached
         before = _threads()
         try:
-            self._agent = _build(self.name)
+            self._agent = _build(self.name, is_batched=is_batched)
         except Exception as error:  # nixl raises anything
             raise TransferError(
                 f"cannot build a NIXL agent: {error}; check UCX_TLS (it needs a transport with peer failure "
@@ -139,9 +156,9 @@ class NixlAgent:
         self._live[handle] = (peer, made)
         try:
             self._peer_call(peer, lambda: self._agent.transfer(made))
-        except TransferError:
+        except TransferError as error:
             self._release(handle)
-            raise
+            raise self._judged(peer, error) from error
         return handle
 
     def poll(self, handle: Handle) -> bool:
@@ -157,6 +174,7 @@ class NixlAgent:
         self._release(handle)
         if state != "DONE":
             raise WriteFailed(f"write to {peer} ended in state {state!r}")
+        self._proven.add(peer)
         return True
 
     def notify(self, peer: str, record: bytes) -> None:
@@ -173,6 +191,7 @@ class NixlAgent:
 
     def disconnect(self, peer: str) -> None:
         """Release the peer's lists, then forget it."""
+        self._proven.discard(peer)
         for key, (name, _local, remote) in list(self._prepared.items()):
             if name == peer:
                 del self._prepared[key]
@@ -220,6 +239,12 @@ class NixlAgent:
         _peer, made = self._live.pop(handle)
         self._quietly(lambda: self._agent.release_xfer_handle(made))
 
+    def _judged(self, peer: str, error: TransferError) -> TransferError:
+        """A peer that is lost before any write reached it may be one that takes no batches."""
+        if self._is_batched and peer not in self._proven and isinstance(error, PeerLost):
+            return BatchesRefused(str(error))
+        return error
+
     def _peer_call(self, peer: str, call: Callable[[], T]) -> T:
         """Turn the library's exceptions into ours."""
         try:
@@ -237,7 +262,20 @@ class NixlAgent:
             log.debug("clean-up of agent %s: %s", self.name, _short(error))
 
 
-def _build(name: str) -> Any:
+@contextmanager
+def _batches(is_batched: bool) -> Iterator[None]:
+    """The library's switch for the time of a call; what the user set stays."""
+    if not is_batched or BATCHES in os.environ:
+        yield
+        return
+    os.environ[BATCHES] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[BATCHES]
+
+
+def _build(name: str, *, is_batched: bool) -> Any:
     """An agent whose progress thread sleeps between polls.
 
     The wrapper hard-codes a delay of 0, with which the thread spins for ever on every idle agent; the low-level
@@ -264,7 +302,8 @@ def _build(name: str) -> Any:
         agent = api.nixl_agent(name, config)
     finally:
         bindings.nixlAgent = original
-    agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
+    with _batches(is_batched):
+        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
     return agent
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 
 from k3.errors import TransferError
-from k3.transfer.agent import PeerLost, Region, Stripes, TransferAgent
+from k3.transfer.agent import (
+    BatchesRefused,
+    Handle,
+    PeerLost,
+    Region,
+    Stripes,
+    TransferAgent,
+)
+from k3.transfer.batching import BatchingAgent
 from k3.transfer.local import LocalFabric
-from k3.transfer.nixl import IDLE_CPU_LIMIT, METADATA_LIMIT, NixlAgent
+from k3.transfer.nixl import BATCHES, IDLE_CPU_LIMIT, METADATA_LIMIT, NixlAgent
 
 RECORD = b"r" * 32
 UNITS, STRIDE = 7, 96
@@ -59,10 +69,18 @@ def wait(agent: TransferAgent, handle) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.fixture(params=["local", "nixl"])
+BATCHED = partial(NixlAgent, is_batched=True)
+
+
+def batching(name: str) -> BatchingAgent:
+    return BatchingAgent(BATCHED(name), lambda: NixlAgent(name))
+
+
+@pytest.fixture(params=["local", "nixl", "nixl in batches", "batching"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     fabric = LocalFabric(time.monotonic)
-    pair = Pair(fabric.build if request.param == "local" else NixlAgent)
+    kinds = {"local": fabric.build, "nixl": NixlAgent, "nixl in batches": BATCHED}
+    pair = Pair((kinds | {"batching": batching})[request.param])
     yield pair
     pair.close()
 
@@ -164,3 +182,60 @@ def test_an_idle_agent_sleeps():
     shares = [agent.check_idle_cpu() for _ in range(3)]
     assert min(shares) < IDLE_CPU_LIMIT, shares
     agent.close()
+
+
+def lose(has_written: bool) -> PeerLost:
+    """What writing to a peer raises once it has closed."""
+    pair = Pair(BATCHED)
+    pair.connect()
+    lists = pair.sender.prepare(
+        pair.receiver.name, stripes(pair.source, 0), stripes(pair.target, 0)
+    )
+    one = np.array([1], np.int32)
+    if has_written:
+        wait(pair.sender, pair.sender.write(lists, one, one, RECORD))
+    pair.receiver.close()
+    with pytest.raises(PeerLost) as lost:
+        wait(pair.sender, pair.sender.write(lists, one, one, RECORD))
+    pair.close()
+    return lost.value
+
+
+def test_a_peer_lost_before_any_write_reached_it_may_refuse_batches():
+    assert isinstance(lose(has_written=False), BatchesRefused)
+
+
+def test_a_peer_that_writes_have_reached_is_only_lost():
+    assert not isinstance(lose(has_written=True), BatchesRefused)
+
+
+def test_the_switch_of_the_library_is_set_only_while_an_agent_is_built(monkeypatch):
+    monkeypatch.delenv(BATCHES, raising=False)
+    agent = BATCHED("test")
+    assert BATCHES not in os.environ
+    agent.close()
+    monkeypatch.setenv(BATCHES, "0")
+    agent = BATCHED("test")
+    assert os.environ[BATCHES] == "0"
+    agent.close()
+
+
+class Refusing(NixlAgent):
+    """Its peers take no batches."""
+
+    def write(self, *_: object) -> Handle:
+        raise BatchesRefused("no protocol")
+
+
+def test_what_is_refused_in_a_batch_arrives_from_the_second_agent():
+    pair = Pair(lambda name: BatchingAgent(Refusing(name), lambda: NixlAgent(name)))
+    pair.connect()
+    lists = pair.sender.prepare(
+        pair.receiver.name, stripes(pair.source, 0), stripes(pair.target, 0)
+    )
+    several = np.array([1, 4], np.int32)
+    for _ in range(2):
+        wait(pair.sender, pair.sender.write(lists, several, several, RECORD))
+    assert pair.notes(2) == [RECORD, RECORD]
+    np.testing.assert_array_equal(pair.target[several, :8], pair.source[several, :8])
+    pair.close()
