@@ -36,7 +36,8 @@ HEARTBEAT_S = 1.0
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # sleep while handles live
 EVENT_S = 200e-6  # sleep while a device event is awaited
 RECEIVE_S, LONGEST_RECEIVE_S = 2e-3, 10e-3  # sleep while records are awaited
-OF_WAIT = 0.01  # it grows to this share of what has been waited: a long prompt is not asked for 500 times a second
+GPU_RECEIVE_S = 200e-6  # the same where a prompt's bytes take less than the other
+OF_WAIT = 0.01  # it grows to this share of the time without any: a long prompt is not asked for 500 times a second
 
 
 class MoverCore:
@@ -63,8 +64,10 @@ class MoverCore:
         self._incoming = Incoming(rank, config.resend_after_s)
         self._events: deque[tuple[int, StepEvent]] = deque()
         self._beat_at = now
-        self._ended_at = now
+        self._changed_at = now
         self._pause_s = LONGEST_S
+        has_gpu = any(region.memory == "VRAM" for region in self._agent.regions)
+        self._receive_s = GPU_RECEIVE_S if has_gpu else RECEIVE_S
         self._statuses: list[Status] = [self._introduction(self_test)]
 
     def take_statuses(self) -> list[Status]:
@@ -98,7 +101,7 @@ class MoverCore:
         while self._events and self._events[0][1].query():
             self._outgoing.step_completed(self._events.popleft()[0])
         if self._outgoing.turn(now):
-            self._ended_at = now
+            self._changed_at = now
         self._drain_outgoing()
         if self._outgoing.must_rebuild:
             self._rebuild("writes did not end in time", now)
@@ -109,8 +112,10 @@ class MoverCore:
     def sleep_s(self, now: float) -> float:
         """How long nothing needs doing, unless a command or a step comes."""
         until_beat = max(0.0, self._beat_at + HEARTBEAT_S - now)
+        if self._outgoing.can_post:
+            return 0.0
         if not self._outgoing.is_idle:
-            if now - self._ended_at < LONGEST_S:
+            if now - self._changed_at < LONGEST_S:
                 self._pause_s = SHORTEST_S
             else:
                 self._pause_s = min(2 * self._pause_s, LONGEST_S)
@@ -121,7 +126,7 @@ class MoverCore:
         waited_s = self._incoming.waited_s(now)
         if waited_s is None:
             return until_beat
-        return min(max(RECEIVE_S, OF_WAIT * waited_s), LONGEST_RECEIVE_S, until_beat)
+        return min(max(self._receive_s, OF_WAIT * waited_s), LONGEST_RECEIVE_S, until_beat)
 
     def close(self) -> None:
         """Destroy the agent: nothing lands any more."""

@@ -44,7 +44,7 @@ class _Expected:
     nonce: int
     senders: dict[int, _Tally]
     draft_senders: dict[int, _Tally]
-    since: float
+    heard_at: float  # begun, or the newest record
     news_at: float
     has_arrived: bool = False
     has_drafts: bool = False
@@ -65,9 +65,12 @@ class Incoming:
         return any(not (e.has_arrived and e.has_drafts) for e in self._expected.values())
 
     def waited_s(self, now: float) -> float | None:
-        """How long the youngest transfer whose records are awaited has been; None when none is awaited."""
+        """How long nothing came for the transfers whose records are awaited, since the newest began or was heard of.
+
+        None when none is awaited.
+        """
         awaited = (e for e in self._expected.values() if not (e.has_arrived and e.has_drafts))
-        since = max((e.since for e in awaited), default=None)
+        since = max((e.heard_at for e in awaited), default=None)
         return None if since is None else now - since
 
     def expect(self, command: plan_pb2.ExpectTransfer, now: float) -> list[Status]:
@@ -97,7 +100,7 @@ class Incoming:
             if record is None or expected is None or not self._note(expected, record):
                 self.n_foreign += 1
                 continue
-            expected.news_at = now
+            expected.news_at = expected.heard_at = now
             statuses += self._arrival(record.transfer_id, expected)
         return statuses
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 from k3.config.tree import TransferConfig
@@ -27,7 +28,9 @@ Status = plan_pb2.TransferStatus
 MAX_REPOSTS = 2
 MAX_TOMBSTONES = 16_384
 MAX_SENT = 1_024
-POST_BYTES = 32 << 20  # per turn: a post may copy inside the call, and commands must not wait
+POST_BYTES = (
+    32 << 20
+)  # per turn from host memory: a post may copy inside the call, and commands must not wait
 PROGRESS_S = 0.1
 RAISED_QUIET_S = 5.0  # GPU memory behind RDMA: a handle that raised may still land for this long
 
@@ -49,6 +52,7 @@ class Outgoing:
         self.must_rebuild = False
         has_gpu = any(region.memory == "VRAM" for region in agent.regions)
         self._raised_pause_s = RAISED_QUIET_S if has_gpu else 0.0
+        self._post_bytes = config.bytes_in_flight if has_gpu else POST_BYTES
 
     # ------------------------------------------------------------------ what the mover asks
 
@@ -60,38 +64,46 @@ class Outgoing:
     @property
     def is_waiting_for_step(self) -> bool:
         """Whether pieces wait for a step that is not complete."""
-        return any(
-            queue and queue[0].after_step > self._completed_step
-            for transfer in self._transfers.values()
-            for queue in transfer.queues.values()
-        )
+        return any(not self._is_complete(piece) for _, piece in self._next())
 
     @property
     def has_ready(self) -> bool:
         """Whether pieces could be posted but for the limits."""
-        return any(
-            queue and queue[0].after_step <= self._completed_step
-            for transfer in self._transfers.values()
-            for queue in transfer.queues.values()
-        )
+        return any(self._is_complete(piece) for _, piece in self._next())
+
+    @property
+    def can_post(self) -> bool:
+        """Whether the next turn posts more."""
+        return any(self._may_go(transfer, piece) for transfer, piece in self._next())
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing changes before the next command."""
         return not (len(self._flight) or self._ending() or self._peers.is_waiting or self.has_ready)
 
+    def _next(self) -> Iterator[tuple[Transfer, Piece]]:
+        """The first piece of every queue."""
+        for transfer in self._transfers.values():
+            yield from ((transfer, queue[0]) for queue in transfer.queues.values() if queue)
+
+    def _is_complete(self, piece: Piece) -> bool:
+        return piece.after_step <= self._completed_step
+
+    def _may_go(self, transfer: Transfer, piece: Piece) -> bool:
+        return self._is_complete(piece) and self._flight.has_room(transfer, piece)
+
     def step_completed(self, step_id: int) -> None:
         """Everything up to this step is in memory."""
         self._completed_step = max(self._completed_step, step_id)
 
     def turn(self, now: float) -> bool:
-        """Poll, post, report. Returns whether a handle ended."""
-        has_ended = self._poll(now)
+        """Poll, post, report. Returns whether a handle ended or was posted."""
+        has_ended, n_live = self._poll(now), len(self._flight)
         self._post(now)
         self._finish(now)
         self._peers.sweep(self._agent, now)
         self.statuses += self._peers.connect_waiting(self._agent, now)
-        return has_ended
+        return has_ended or len(self._flight) > n_live
 
     def reset(self, agent: TransferAgent, why: str, now: float) -> None:
         """The old agent is destroyed, so everything it posted is quiet; its transfers fail and their peers are gone."""
@@ -208,15 +220,10 @@ class Outgoing:
         return bool(ended)
 
     def _post(self, now: float) -> None:
-        budget = POST_BYTES
+        budget = self._post_bytes
         for transfer in list(self._transfers.values()):
             for receiver, queue in transfer.queues.items():
-                while (
-                    queue
-                    and budget > 0
-                    and queue[0].after_step <= self._completed_step
-                    and self._flight.has_room(transfer, queue[0])
-                ):
+                while queue and budget > 0 and self._may_go(transfer, queue[0]):
                     piece = queue.popleft()
                     budget -= piece.n_bytes
                     if piece.share is None:

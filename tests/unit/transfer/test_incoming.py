@@ -58,3 +58,12 @@ def test_missing_records_of_draft_rows_are_never_asked_for_again():
     incoming = expecting((0,))
     incoming.absorb([record(0, 1, is_draft=False)], 0.1)
     assert incoming.overdue(9.0) == []
+
+
+def test_the_time_without_news_begins_anew_with_every_record():
+    incoming = expecting(())
+    assert incoming.waited_s(3.0) == 3.0
+    incoming.absorb([record(0, 0, is_draft=False)], 4.0)
+    assert incoming.waited_s(4.5) == 0.5
+    incoming.absorb([record(1, 2, is_draft=False)], 5.0)
+    assert incoming.waited_s(6.0) is None
