@@ -1,7 +1,7 @@
 # ruff: noqa: TID251  (asked at collection, before any device is opened)
 """Everything here needs a CUDA GPU, is marked `gpu` and skipped without one.
 
-Collected first, these modules import kernels: without a GPU those are the interpreter's, as tests/unit/kernels needs them.
+Collected first, these modules import kernels: without a GPU the interpreter's, as tests/unit/kernels needs them.
 """
 
 from __future__ import annotations
