@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from k3_kernels.api import Backends, select
+from k3_kernels.api import Backends, Ops, select
 from k3_kernels.reference.tables import verify_tables
 from torch import Tensor
 
@@ -33,15 +33,17 @@ def solo_stage(
     moe_weights: str = "auto",
     taps: tuple[int, ...] = (),
     tap_stream: str = "prefix",
+    ops: Ops = OPS,
+    device: torch.device = CPU,
 ) -> Stage:
-    """The whole model of `folder` on one rank."""
+    """The whole model of `folder` on one rank. ops: of the device."""
     return open_stage(
         folder,
         SOLO,
         solo_groups(),
-        OPS,
+        ops,
         dtype=dtype,
-        device=CPU,
+        device=device,
         moe_weights=moe_weights,
         taps=taps,
         tap_stream=tap_stream,
@@ -60,7 +62,7 @@ class Request:
 
 
 class Pools:
-    """Storage for several requests of at most `max_tokens` tokens each."""
+    """Storage for several requests of at most `max_tokens` tokens each, on the stage's device."""
 
     def __init__(
         self,
@@ -86,10 +88,12 @@ class Pools:
         )
         self.stage, self.page_tokens = stage, page_tokens
         # one page and one slot more than needed: never handed out, they stay NaN
-        self.storage = Storage(layout, n_requests * width + 1, n_requests + 1, CPU, fill_nan=True)
+        self.storage = Storage(
+            layout, n_requests * width + 1, n_requests + 1, stage.device, fill_nan=True
+        )
         self.caches = self.storage.caches()
         order = torch.randperm(n_requests * width, generator=torch.Generator().manual_seed(seed))
-        pages = order.to(torch.int32).view(n_requests, width)
+        pages = order.to(stage.device, torch.int32).view(n_requests, width)
         self.requests = [Request(pages[i], n_requests - i) for i in range(n_requests)]
 
     def chunk_batch(self, chunks: Sequence[tuple[Request, Sequence[int]]]) -> ChunkBatch:
@@ -98,11 +102,12 @@ class Pools:
         for request, tokens in chunks:
             cu_lens.append(cu_lens[-1] + len(tokens))
             ids += list(tokens)
-            position = torch.arange(request.length, request.length + len(tokens))
+            end = request.length + len(tokens)
+            position = torch.arange(request.length, end, device=self.stage.device)
             page = request.pages[position // self.page_tokens].long()
             slots.append(page * self.page_tokens + position % self.page_tokens)
         return ChunkBatch(
-            token_ids_T=torch.tensor(ids),
+            token_ids_T=torch.tensor(ids, device=self.stage.device),
             cu_lens=tuple(cu_lens),
             starts=tuple(request.length for request, _ in chunks),
             page_table_RW=torch.stack([request.pages for request, _ in chunks]),
@@ -130,18 +135,20 @@ class Pools:
 
     def verify_batch(self, groups: Sequence[tuple[Request, Sequence[int]]]) -> VerifyBatch:
         """One group per request at its current length; all groups equally wide."""
-        group = len(groups[0][1])
-        base = torch.tensor([request.length for request, _ in groups])
+        group, device = len(groups[0][1]), self.stage.device
+        base = torch.tensor([request.length for request, _ in groups], device=device)
         table = torch.stack([request.pages for request, _ in groups])
-        valid = torch.ones(len(groups), group, dtype=torch.bool)
+        valid = torch.ones(len(groups), group, dtype=torch.bool, device=device)
         _, slot, bound = verify_tables(base, table, valid, self.page_tokens, 1, 0)
         return VerifyBatch(
-            token_ids_T=torch.tensor([t for _, tokens in groups for t in tokens]),
+            token_ids_T=torch.tensor([t for _, tokens in groups for t in tokens], device=device),
             page_table_BW=table,
             slot_T=slot,
             bound_T=bound,
-            state_slots_B=torch.tensor([request.slot for request, _ in groups]),
-            read_column_B=torch.tensor([request.read_column for request, _ in groups]),
+            state_slots_B=torch.tensor([request.slot for request, _ in groups], device=device),
+            read_column_B=torch.tensor(
+                [request.read_column for request, _ in groups], device=device
+            ),
             group=group,
             max_bound=int(base.max()) + group,
         )

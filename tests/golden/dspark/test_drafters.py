@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from k3_kernels.api import DenseOps
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import embedding, linear
@@ -23,7 +24,7 @@ from k3.model.weights import MemorySource
 from k3.parallel.collectives import SoloCollectives
 from k3.parallel.mesh import WHOLE
 from tests.compare import assert_close
-from tests.model_runner import OPS
+from tests.model_runner import CPU, OPS
 
 pytestmark = pytest.mark.dspark
 
@@ -51,9 +52,17 @@ def dialect(config: dict[str, Any]) -> dict[str, Any]:
 class Recorded:
     """One file: its tensors, and our drafter with its weights."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        dense: DenseOps = OPS.dense,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """dense: operations of the device."""
         config = json.loads((HERE / f"drafter_{kind}.config.json").read_text())
-        self.tensors = load_file(HERE / f"drafter_{kind}.safetensors")
+        tensors = load_file(HERE / f"drafter_{kind}.safetensors", str(device))
+        self.tensors, self.dtype, self.device = tensors, dtype, device
         weights = {
             name.removeprefix("weights."): tensor
             for name, tensor in self.tensors.items()
@@ -64,8 +73,8 @@ class Recorded:
             self.spec,
             MemorySource(weights),
             context_only=False,
-            dtype="float32",
-            device=torch.device("cpu"),
+            dtype=str(dtype).removeprefix("torch."),
+            device=device,
             confidence=True,
         )
         self.drafter = Drafter(
@@ -74,31 +83,34 @@ class Recorded:
             SoloCollectives(),
             loaded,
             draft_tokens=7,
-            embed=lambda ids: embedding(ids, weights["embed_tokens.weight"]),
-            head=lambda h: linear(h, weights["lm_head.weight"]),
-            ops=OPS.dense,
+            embed=lambda ids: embedding(ids, weights["embed_tokens.weight"].to(dtype)),
+            head=lambda h: linear(h.float(), weights["lm_head.weight"]),
+            ops=dense,
             confidence=True,
         )
         loaded.finish()
         places = ring_places(WINDOW, 8, PAGE)
         shape = (2 * places, *self.spec.place_shape(PAGE, 1))
-        self.ring = DraftRing(torch.full(shape, float("nan")), places, WINDOW)
+        pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.ring = DraftRing(pool, places, WINDOW)
 
     def round(self, r: int, name: str) -> Tensor:
         return self.tensors[f"round{r}.{name}"]
 
     def absorb(self, r: int) -> None:
         """Write the context rows that became committed before round `r`."""
-        taps = self.round(r, "new_context_taps").unflatten(1, (len(self.spec.taps), -1))
+        rows = self.round(r, "new_context_taps").to(self.dtype)
+        taps = rows.unflatten(1, (len(self.spec.taps), -1))
         end = int(self.round(r, "start"))
-        positions = torch.arange(end - len(taps), end)
+        positions = torch.arange(end - len(taps), end, device=self.device)
         rows = self.drafter.context(taps, positions)
         keep = torch.ones_like(positions, dtype=torch.bool)
         self.ring.write(rows, torch.full_like(positions, SLOT), positions, keep)
 
     def read(self, r: int):
         base = self.round(r, "start").long()
-        return self.ring.read(torch.tensor([SLOT]), torch.tensor([0]), base, int(base))
+        slot = torch.tensor([SLOT], device=self.device)
+        return self.ring.read(slot, torch.zeros_like(slot), base, int(base))
 
 
 @pytest.mark.parametrize("kind", KINDS)
