@@ -287,7 +287,7 @@ def lines(part: dict[str, Any]) -> list[str]:
         out.append(
             f"| {mode['name']} | {mode['prefill']} | {mode['decode']} | {scored.n_right} of {scored.n} | "
             f"{every.equal} of {every.n_exchanges} | {every.n_agreed / max(1, every.n_compared):.2%} | "
-            f"{acceptance(every):.3f} | {mode['graphs']} |"
+            f"{acceptance(every):.3f} | {mode['graphs'].split(',')[0]} |"
         )
     return [*out, "", *_suite_table(part["modes"]), "", *_refusal_lines(part["refusals"])]
 
