@@ -8,6 +8,7 @@ Nothing else in the project may name torch.cuda.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -43,6 +44,9 @@ class Device(Protocol):
     torch_device: torch.device
     collective_backend: str  # "gloo" | "nccl"
     can_capture: bool
+    recording: (
+        threading.Lock
+    )  # held while work is recorded: a call for the whole device from another thread ends that
 
     def record(self) -> Event:
         """An event after all work issued so far."""
@@ -120,6 +124,7 @@ class CpuDevice:
     def __init__(self, n_threads: int) -> None:
         """n_threads: of this process. Denormal states are flushed: they cost a hundredfold and mean zero."""
         self.torch_device = torch.device("cpu")
+        self.recording = threading.Lock()
         torch.set_num_threads(n_threads)
         torch.set_flush_denormal(True)
 
@@ -161,6 +166,7 @@ class CudaDevice:
                 f"{torch.cuda.device_count()} GPUs; set the device to cpu or make the GPU visible"
             )
         self.torch_device = torch.device("cuda", index)
+        self.recording = threading.Lock()
         torch.cuda.set_device(self.torch_device)
         self._side = torch.cuda.Stream(self.torch_device)  # warms up and records
         self._pool = torch.cuda.graph_pool_handle()
@@ -182,7 +188,8 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Graph:
         """Warm up on a side stream, then record there.
 
-        Other threads go on using the GPU (the mover, NCCL's watchdog), so only this thread's calls are watched.
+        Other threads go on using the GPU (NCCL's watchdog), so only this thread's calls are watched. What the mover's
+        library does with the whole device while it connects would end a recording all the same: the mover waits.
         """
         current = torch.cuda.current_stream(self.torch_device)
         self._side.wait_stream(current)
@@ -191,7 +198,10 @@ class CudaDevice:
                 work()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+            recorded = torch.cuda.graph(
+                graph, self._pool, self._side, capture_error_mode="thread_local"
+            )
+            with self.recording, recorded:
                 work()
         except RuntimeError as error:
             raise K3Error(

@@ -183,7 +183,9 @@ def _serve(
     progress.report("allocate", 1, 1)
     geometry = _geometry(mesh, spec, setup, config)
     mover = Mover(
-        lambda: _make_core(rank, setup, spec, geometry, layout, config, storage), transfer
+        lambda: _make_core(rank, setup, spec, geometry, layout, config, storage),
+        transfer,
+        device.recording,
     )
     mover.start()
     loop = importlib.import_module(LOOPS[service])

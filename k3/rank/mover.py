@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from k3.cache.layout import CacheLayout
@@ -197,9 +198,15 @@ class MoverCore:
 class Mover:
     """The thread. A failure in it ends the process: the front sees the connections close."""
 
-    def __init__(self, make_core: Callable[[], MoverCore], channel: BlockingChannel) -> None:
-        """make_core: called on the thread, because the agent belongs to it."""
+    def __init__(
+        self,
+        make_core: Callable[[], MoverCore],
+        channel: BlockingChannel,
+        recording: AbstractContextManager[object],
+    ) -> None:
+        """make_core: called on the thread, because the agent belongs to it. recording: `Device.recording`."""
         self._make_core = make_core
+        self._recording = recording
         self._channel = channel
         self._steps: deque[tuple[int, StepEvent]] = deque()
         self._wants_steps = False
@@ -225,7 +232,8 @@ class Mover:
 
     def _main(self) -> None:
         try:
-            core = self._make_core()
+            with self._recording:
+                core = self._make_core()
             try:
                 self._loop(core)
             finally:
@@ -240,9 +248,10 @@ class Mover:
         while not self._is_stopping:
             while self._steps:
                 core.step_done(*self._steps.popleft())
-            core.turn(
-                lambda: self._channel.receive_ready(plan_pb2.TransferCommand), time.monotonic()
-            )
+            with self._recording:
+                core.turn(
+                    lambda: self._channel.receive_ready(plan_pb2.TransferCommand), time.monotonic()
+                )
             for status in core.take_statuses():
                 self._channel.send(status)
             self._wants_steps = core.wants_steps
