@@ -275,19 +275,18 @@ def lines(part: dict[str, Any]) -> list[str]:
         f"{asked['n_items'] or 'All'} items of each suite, {asked['concurrency']} requests at a time, flags of every "
         f"engine: {' '.join(asked['more']) or 'none'}. Prefill has a stage on each of its GPUs, decode a rank on each "
         "of its own; where both name a GPU they share it. Two steps in flight. Equal: the same tokens as cp 1 without "
-        "drafts.",
+        f"drafts. Tokens per step: without `{UNSCORED}`, whose texts are sampled.",
         "",
         "| decode | prefill GPUs | decode GPUs | right | equal answers | tokens before a difference | tokens per step "
         "| steps recorded |",
         "|---|---|---|--:|--:|--:|--:|---|",
     ]
     for mode in part["modes"]:
-        scored = total({k: v for k, v in mode["suites"].items() if k != UNSCORED})
-        every = total(mode["suites"])
+        scored, every = total(_scored(mode)), total(mode["suites"])
         out.append(
             f"| {mode['name']} | {mode['prefill']} | {mode['decode']} | {scored.n_right} of {scored.n} | "
             f"{every.equal} of {every.n_exchanges} | {every.n_agreed / max(1, every.n_compared):.2%} | "
-            f"{acceptance(every):.3f} | {mode['graphs'].split(',')[0]} |"
+            f"{acceptance(scored):.3f} | {mode['graphs'].split(',')[0]} |"
         )
     return [*out, "", *_suite_table(part["modes"]), "", *_refusal_lines(part["refusals"])]
 
@@ -318,17 +317,22 @@ def problems(part: dict[str, Any]) -> list[str]:
     out = [f"not refused: {r['words']}" for r in part["refusals"] if r["status"] != 2 or not r["n"]]
     plain, drafting, *spread = part["modes"]
     right = _share(plain)
-    usual = acceptance(total(drafting["suites"]))
+    usual = acceptance(total(_scored(drafting)))
     for mode in (drafting, *spread):
         if abs(_share(mode) - right) > ACCURACY_LIMIT:
             out.append(f"{mode['name']}: {_share(mode):.2%} right, {right:.2%} without drafts")
     for mode in spread:
-        own = acceptance(total(mode["suites"]))
+        own = acceptance(total(_scored(mode)))
         if abs(own / usual - 1) > ACCEPTANCE_LIMIT:
             out.append(f"{mode['name']}: {own:.3f} tokens per step, {usual:.3f} with cp 1")
     return out
 
 
+def _scored(mode: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Suites with one right text: acceptance in texts that differ says nothing about how they were made."""
+    return {name: suite for name, suite in mode["suites"].items() if name != UNSCORED}
+
+
 def _share(mode: dict[str, Any]) -> float:
-    scored = total({k: v for k, v in mode["suites"].items() if k != UNSCORED})
+    scored = total(_scored(mode))
     return scored.n_right / max(1, scored.n)
