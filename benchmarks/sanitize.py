@@ -56,7 +56,7 @@ def _run() -> int:
     status = 0
     for name, which in SELECTED.items():
         arguments = [f"tests/gpu/test_{name}.py", "-k", which, "-q", "-p", "no:cacheprovider"]
-        status = status or int(pytest.main(arguments))
+        status = int(pytest.main(arguments)) or status
     print(f"{len(launched)} kernels: {', '.join(sorted(launched))}", flush=True)
     return status
 

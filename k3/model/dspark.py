@@ -254,7 +254,8 @@ class Drafter:
     @property
     def reads_rings(self) -> bool:
         """Whether `hidden_over` may be called."""
-        return all(layer.ring is not None for layer in self.layers)
+        rings = (layer.ring for layer in self.layers)
+        return all(ring is not None and self.block <= ring.most_slots for ring in rings)
 
     @torch.no_grad()
     def hidden_over(self, view: drafts.DraftView, anchor_B: Tensor) -> Tensor:

@@ -237,7 +237,8 @@ class GroupEngine(ABC, Generic[L]):
             reasons.append(
                 ("restarting", self._lost) if self._lost else ("starting", "model loads")
             )
-        reasons += [("transfer_slow", reason) for reason in self._slow]
+        else:
+            reasons += [("transfer_slow", reason) for reason in self._slow]
         if self._is_draining:
             reasons.append(("draining", "no new requests are taken"))
         return reasons

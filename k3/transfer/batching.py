@@ -1,8 +1,9 @@
 """`BatchingAgent`: writes with all pieces of a handle in one call of the GPU's driver, where the peer allows it.
 
 Between GPUs that reach each other by CUDA IPC, batches make pieces in random order as fast as runs. Other paths (TCP)
-know no batches of GPU memory: there the first write to a peer raises before anything was written, and from then on that
-peer is served by a second agent, without batches, that is built when it is first needed.
+know no batches of GPU memory: there the first write to a peer raises, and from then on that peer is served by a second
+agent, without batches, that is built when it is first needed. The write itself has failed: whoever posted it posts it
+again, with the pause that a raised write is owed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from k3.errors import TransferError
 from k3.transfer.agent import (
     BatchesRefused,
     Handle,
     Indices,
     Lists,
+    PeerLost,
     Region,
     Stripes,
     TransferAgent,
+    WriteFailed,
 )
 
 log = logging.getLogger("k3.transfer")
@@ -87,13 +91,13 @@ class BatchingAgent:
         return Lists(self._n_prepared)
 
     def write(self, lists: Lists, source: Indices, target: Indices, record: bytes) -> Handle:
-        """In a batch; by the second agent once the peer has refused one."""
+        """In a batch; by the second agent once the peer has refused one. Raises WriteFailed for the one it refuses."""
         prepared = self._prepared[lists]
         try:
             inner = prepared.agent.write(prepared.inner, source, target, record)
         except BatchesRefused as refusal:
             self._serve_alone(prepared.peer, refusal)
-            inner = prepared.agent.write(prepared.inner, source, target, record)
+            raise WriteFailed(f"refused in a batch: {refusal}") from refusal
         self._n_handles += 1
         self._live[self._n_handles] = (prepared.agent, inner)
         return Handle(self._n_handles)
@@ -137,12 +141,29 @@ class BatchingAgent:
         log.warning(
             "agent %s takes no batches of pieces (%s): each piece is posted alone", peer, refusal
         )
-        if self._second is None:
-            self._second = self._build_second()
-            self._second.register(self.regions)
-        self._second.connect(peer, self._peers[peer].metadata)
-        self._peers[peer].agent = self._second
-        for prepared in self._prepared.values():
-            if prepared.peer == peer:
-                prepared.inner = self._second.prepare(peer, prepared.source, prepared.target)
-                prepared.agent = self._second
+        try:
+            second = self._second or self._registered()
+            second.connect(peer, self._peers[peer].metadata)
+            moved = {
+                key: second.prepare(peer, prepared.source, prepared.target)
+                for key, prepared in self._prepared.items()
+                if prepared.peer == peer
+            }
+        except PeerLost:
+            raise
+        except TransferError as error:
+            raise PeerLost(f"no agent without batches for {peer}: {error}") from error
+        self._peers[peer].agent = second
+        for key, inner in moved.items():
+            self._prepared[key].agent, self._prepared[key].inner = second, inner
+
+    def _registered(self) -> TransferAgent:
+        """The second agent, with all pools; kept once it is whole."""
+        second = self._build_second()
+        try:
+            second.register(self.regions)
+        except TransferError:
+            second.close()
+            raise
+        self._second = second
+        return second

@@ -68,7 +68,7 @@ class NixlAgent:
         self._live: dict[int, tuple[str, Any]] = {}  # the library's handles never leave this class
         self._n_handles = 0
         self._is_closed = False
-        self._is_batched = is_batched
+        self._is_batched = is_batched and os.environ.get(BATCHES) != "0"
         self._proven: set[str] = set()  # peers that a write has reached
         before = _threads()
         try:
@@ -264,15 +264,19 @@ class NixlAgent:
 
 @contextmanager
 def _batches(is_batched: bool) -> Iterator[None]:
-    """The library's switch for the time of a call; what the user set stays."""
-    if not is_batched or BATCHES in os.environ:
-        yield
-        return
-    os.environ[BATCHES] = "1"
+    """The library's switch for the time of a call: on where asked for, unless the user has turned it off."""
+    before = os.environ.get(BATCHES)
+    if is_batched and before is None:
+        os.environ[BATCHES] = "1"
+    elif not is_batched and before is not None:
+        os.environ[BATCHES] = "0"
     try:
         yield
     finally:
-        del os.environ[BATCHES]
+        if before is None:
+            os.environ.pop(BATCHES, None)
+        else:
+            os.environ[BATCHES] = before
 
 
 def _build(name: str, *, is_batched: bool) -> Any:

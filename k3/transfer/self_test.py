@@ -41,10 +41,10 @@ PAUSE_S = 50e-6
 def measure(pools: Sequence[Region], floor: float) -> plan_pb2.SelfTest:
     """Write the largest pool's first bytes to a child, several times; over within START_S and two writes.
 
-    The agent is one of its own: nothing of the test can be left over in the one that serves.
+    The agent is one of its own: nothing of the test can be left over in the one that serves. One piece, no batch.
     """
-    pool = max(pools, key=lambda region: region.n_bytes)
     try:
+        pool = max(pools, key=lambda region: region.n_bytes)
         with _peer(pool) as (name, metadata, target):
             agent = NixlAgent("self-test")
             try:
@@ -102,24 +102,43 @@ def _peer(pool: Region) -> Iterator[tuple[str, bytes, Region]]:
     reads, writes = os.pipe()
     words = ("--memory", pool.memory, "--device", str(pool.device), "--fd", str(writes))
     words += ("--bytes", str(min(BYTES, pool.n_bytes)))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "k3.transfer.self_test", *words],
-        stdin=subprocess.PIPE,
-        pass_fds=(writes,),
-    )
-    os.close(writes)
+    with os.fdopen(reads, "rb") as answers:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "k3.transfer.self_test", *words],
+                stdin=subprocess.PIPE,
+                pass_fds=(writes,),
+            )
+        finally:
+            os.close(writes)
+        try:
+            line = _line(answers.fileno(), time.monotonic() + START_S)
+            if not line:
+                code = child.wait(START_S)
+                raise TransferError(f"the other process ended with code {code}")
+        except BaseException:
+            child.kill()
+            child.communicate()
+            raise
     try:
-        with os.fdopen(reads) as answers:
-            if not select.select([answers], [], [], START_S)[0]:
-                raise TransferError(f"the other process was not there within {START_S:g} s")
-            line = answers.readline()
-        if not line:
-            raise TransferError(f"the other process ended with code {child.wait()}")
         found = json.loads(line)
         yield found["name"], base64.b64decode(found["metadata"]), Region(**found["region"])
     finally:
         child.kill()
         child.communicate()
+
+
+def _line(fd: int, deadline: float) -> bytes:
+    """What comes until a line is whole; nothing when the other end closes. Raises TransferError at the deadline."""
+    found = b""
+    while not found.endswith(b"\n"):
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TransferError(f"the other process was not there within {START_S:g} s")
+        piece = os.read(fd, 1 << 16)
+        if not piece:
+            return b""
+        found += piece
+    return found
 
 
 def main() -> None:

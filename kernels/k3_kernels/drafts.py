@@ -17,7 +17,7 @@ from k3_kernels.layers import DraftLayer, Projection
 
 @dataclass(frozen=True, slots=True)
 class DraftRotation:
-    """Of `dim` channels at positions. frequencies: [dim / 2] float32. amplitude: factor of cosine and sine."""
+    """Of `dim` channels at positions. frequencies: [dim / 2], of the precision the model rotates in. amplitude: factor of cosine and sine."""
 
     frequencies: Tensor
     amplitude: float
@@ -156,7 +156,9 @@ class DeriveTables(Protocol):
 
 
 class RingBlock(Protocol):
-    """A drafter's layer over its ring."""
+    """A drafter's layer over its ring. most_slots: of a block."""
+
+    most_slots: int
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
         """[B, K, D] -> the residual after layer `index`."""

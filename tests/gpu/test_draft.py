@@ -49,6 +49,7 @@ def test_rows_and_blocks_equal_those_made_part_by_part(drafter: str, base: int) 
     found = [made(World.of(folder, ops, dtype, GROUP - 1, "cuda"), base) for ops, dtype in kinds]
     for what, ours, ours_bf16, exact, parts_bf16 in zip(("ring", "slots"), *found, strict=True):
         assert_close(ours, exact, 1e-3, what)
+        assert torch.equal(ours_bf16.isnan(), exact.isnan()), f"{what}: what nobody wrote"
         errors = [(x - exact).nan_to_num().square().mean().sqrt() for x in (ours_bf16, parts_bf16)]
         assert errors[0] <= 1.1 * errors[1], f"{what}: {errors}"
 

@@ -1,7 +1,7 @@
 """Projections, norms and activations on CPUs; rules of `k3_kernels.reference.norm`.
 
-A projection keeps its weight packed (`src/gemm.h`), and where a library without AVX-512 would lose against torch's product
-of many tokens, also as it came. Packed float32 weights that are exact in bfloat16, as those of released checkpoints are,
+A projection keeps its weight packed (`src/gemm.h`), and where torch's product of many tokens is the faster one (without
+AVX-512, or with threads, which the library does not use) also as it came. Packed float32 weights that are exact in bfloat16, as those of released checkpoints are,
 take half the bytes: a step's time is that of reading the weights. A packed product of a token is the same in any company.
 """
 
@@ -18,9 +18,13 @@ from k3_kernels.cpu.calls import DTYPES, as_rows, pair, rows
 from k3_kernels.reference import norm
 
 LANES = {torch.float32: 16, torch.float64: 8}
-ALWAYS = 1 << 62
-# up to so many the packed product is the faster one
-FEW_TOKENS = ALWAYS if library.variant() == "x86-64-v4" else 64
+FEW_TOKENS, ALWAYS = 64, 1 << 62
+
+
+def most_tokens() -> int:
+    """Up to so many the packed product is the faster one, with the threads this process has now."""
+    is_fastest = library.variant() == "x86-64-v4" and torch.get_num_threads() == 1
+    return ALWAYS if is_fastest else FEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,14 @@ class NativeProjection:
     """x [.., I] -> x weight^T [.., O]."""
 
     __slots__ = (
-        *("_address", "_dtype", "_inputs", "_linear", "_narrow", "_outputs", "_weight"),
-        "packed",
+        *("_address", "_dtype", "_inputs", "_linear", "_most_tokens", "_narrow", "_outputs"),
+        *("_weight", "packed"),
     )
 
     def __init__(self, weight_OI: Tensor) -> None:
         """Raises LibraryError."""
-        self._weight = weight_OI if FEW_TOKENS < ALWAYS else None
+        self._most_tokens = most_tokens()
+        self._weight = weight_OI if self._most_tokens < ALWAYS else None
         self._dtype = weight_OI.dtype
         self._outputs, self._inputs = weight_OI.shape
         self.packed = Packed.of(weight_OI)
@@ -73,7 +78,7 @@ class NativeProjection:
             own = f"{self._dtype} [{self._outputs}, {self._inputs}]"
             raise RuntimeError(f"inputs {x.dtype} {list(x.shape)} for a weight {own}")
         n_tokens = x.numel() // self._inputs
-        if self._weight is not None and n_tokens > FEW_TOKENS:
+        if self._weight is not None and n_tokens > self._most_tokens:
             return linear(x, self._weight)
         y = x.new_empty(*x.shape[:-1], self._outputs)
         x, stride = as_rows(x)

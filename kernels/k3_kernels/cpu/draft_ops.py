@@ -92,6 +92,8 @@ class NativeContext:
         assert projection is not None, "the projection is packed"
         pairs = zip(map(packed, what.entries), norms, strict=True)
         parts = [blocks.DraftRows(blocks.Matrix.of(m), norm.data_ptr()) for m, norm in pairs]
+        width = norms[0].shape[0] + rotation.dim
+        assert all(part.entry.outputs == width for part in parts), f"entries, rows of {width}"
         layers = (blocks.DraftRows * len(parts))(*parts)
         self.structure = blocks.DraftContext(
             *(blocks.Matrix.of(projection), what.norm.data_ptr(), rotation.frequencies.data_ptr()),
@@ -100,7 +102,7 @@ class NativeContext:
         )
         self._kept = (what, layers)
         self.dtype, self._inputs = norms[0].dtype, projection.inputs
-        self._shape = (len(parts), norms[0].shape[0] + rotation.dim)
+        self._shape = (len(parts), width)
         self._call = pair("k3_draft_context")[self.dtype]
         _check(self.dtype, frequencies=rotation.frequencies)
 
@@ -162,6 +164,8 @@ class Ring:
 class NativeRingBlock:
     """`drafts.RingBlock`."""
 
+    most_slots = 1 << 62
+
     def __init__(self, layer: DraftLayer, rotation: DraftRotation) -> None:
         """Raises LibraryError."""
         up, nope = layer.kv_up_HEC, layer.nope
@@ -179,14 +183,17 @@ class NativeRingBlock:
             *(up.stride(0), layer.is_interleaved, layer.scale, layer.eps, rotation.amplitude),
         )
         self._kept, self._dtype = (layer, rotation), up.dtype
+        self._size = layer.input_norm.shape[0]
         self._call = pair("k3_draft_block")[up.dtype]
         self._ring = Ring(up.dtype)
         _check(up.dtype, frequencies=rotation.frequencies)
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
         """[B, K, D]."""
-        x = x_BKD.contiguous()
+        x, layers = x_BKD.contiguous(), view.place.pool.shape[1]
         _check(self._dtype, inputs=x)
+        assert x.shape[2] == self._size, f"inputs {tuple(x.shape)}, a layer of {self._size}"
+        assert index < layers, f"layer {index} of a ring of {layers}"
         y = torch.empty_like(x)
         self._call(
             *(byref(self._structure), x.data_ptr(), self._ring.of(view.place), index),
@@ -265,6 +272,8 @@ class NativeDerive:
         drafts, pages, n = source.drafts_RK, source.pages_BW, len(source.rows_B)
         assert pages.dtype == to.bound_T.dtype == torch.int32, f"pages of {pages.dtype}"
         assert pages.stride(1) == 1, f"pages: strides {pages.stride()}"
+        assert drafts.dtype == torch.int64, f"drafts of {drafts.dtype}"
+        assert group == 1 or drafts.stride(1) == 1, f"drafts: strides {drafts.stride()}"
         assert drafts.shape[1] >= group - 1, f"{drafts.shape[1]} drafts for groups of {group}"
         rows_of = (source.rows_B, source.limits_B, source.base_R, source.anchor_R)
         self._call(

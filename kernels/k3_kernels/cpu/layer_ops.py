@@ -14,7 +14,7 @@ from torch import Tensor
 
 from k3_kernels.cpu import blocks
 from k3_kernels.cpu.calls import as_rows, pair
-from k3_kernels.cpu.dense import FEW_TOKENS, NativeProjection, Packed
+from k3_kernels.cpu.dense import NativeProjection, Packed, most_tokens
 from k3_kernels.cpu.plan import NativePlan
 from k3_kernels.layers import KdaLayer, MlaLayer, MoeLayer
 from k3_kernels.reference.group import GroupCache
@@ -33,9 +33,8 @@ def are_packed(*projections: Callable[[Tensor], Tensor] | None) -> bool:
 class NativeBlock:
     """A structure, the layer whose tensors it points to, and the function that reads it."""
 
-    most_tokens = FEW_TOKENS
-
     def __init__(self, name: str, structure: Structure, layer: object, like: Tensor) -> None:
+        self.most_tokens = most_tokens()
         self._call = pair(name)[like.dtype]
         self._layer, self._structure = layer, structure
         self._address = addressof(structure)

@@ -214,6 +214,8 @@ def _tile(width: int) -> int:
 class TritonDraftBlock:
     """`drafts.RingBlock`: eight launches."""
 
+    most_slots = SLOTS
+
     def __init__(self, layer: DraftLayer, rotation: DraftRotation) -> None:
         assert fits(layer), "a layer of this size is computed part by part"
         self._layer, self._rotation = layer, rotation

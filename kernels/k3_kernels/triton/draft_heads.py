@@ -264,6 +264,8 @@ def fits(layer: HeadLayer) -> bool:
 class TritonHeadBlock:
     """`drafts.RingBlock`: seven launches."""
 
+    most_slots = 16  # the tile of a key head's queries grows with them
+
     def __init__(self, layer: HeadLayer, rotation: DraftRotation) -> None:
         self._layer, self._rotation = layer, rotation
         self._entry = torch.cat([weight_of(x) for x in (layer.query, layer.key, layer.value)])

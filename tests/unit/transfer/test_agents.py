@@ -6,18 +6,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from k3.errors import TransferError
+from k3.transfer import nixl
 from k3.transfer.agent import (
     BatchesRefused,
     Handle,
+    Indices,
+    Lists,
     PeerLost,
     Region,
     Stripes,
     TransferAgent,
+    WriteFailed,
 )
 from k3.transfer.batching import BatchingAgent
 from k3.transfer.local import LocalFabric
@@ -211,7 +216,17 @@ def test_a_peer_that_writes_have_reached_is_only_lost():
 
 def test_the_switch_of_the_library_is_set_only_while_an_agent_is_built(monkeypatch):
     monkeypatch.delenv(BATCHES, raising=False)
+    seen: list[str | None] = []
+    create = nixl.api.nixl_agent.create_backend
+
+    def look(*arguments: Any) -> None:
+        seen.append(os.environ.get(BATCHES))
+        create(*arguments)
+
+    monkeypatch.setattr(nixl.api.nixl_agent, "create_backend", look)
+    NixlAgent("test").close()
     agent = BATCHED("test")
+    assert seen == [None, "1"]
     assert BATCHES not in os.environ
     agent.close()
     monkeypatch.setenv(BATCHES, "0")
@@ -223,7 +238,7 @@ def test_the_switch_of_the_library_is_set_only_while_an_agent_is_built(monkeypat
 class Refusing(NixlAgent):
     """Its peers take no batches."""
 
-    def write(self, *_: object) -> Handle:
+    def write(self, lists: Lists, source: Indices, target: Indices, record: bytes) -> Handle:
         raise BatchesRefused("no protocol")
 
 
@@ -234,6 +249,8 @@ def test_what_is_refused_in_a_batch_arrives_from_the_second_agent():
         pair.receiver.name, stripes(pair.source, 0), stripes(pair.target, 0)
     )
     several = np.array([1, 4], np.int32)
+    with pytest.raises(WriteFailed):
+        pair.sender.write(lists, several, several, RECORD)
     for _ in range(2):
         wait(pair.sender, pair.sender.write(lists, several, several, RECORD))
     assert pair.notes(2) == [RECORD, RECORD]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from k3.transfer.agent import BatchesRefused, Handle, Indices, Lists, PeerLost, Region, Stripes
+from k3.errors import TransferError
+from k3.transfer.agent import (
+    BatchesRefused,
+    Handle,
+    Indices,
+    Lists,
+    PeerLost,
+    Region,
+    Stripes,
+    WriteFailed,
+)
 from k3.transfer.batching import BatchingAgent
 from k3.transfer.local import LocalAgent, LocalFabric
 
@@ -27,6 +37,13 @@ class Refusing(LocalAgent):
             Refusing.n_refused += 1
             raise BatchesRefused("no protocol")
         return LocalAgent.write(self, lists, source, target, record)
+
+
+class Full(LocalAgent):
+    """Has no room for pools."""
+
+    def register(self, _regions: Sequence[Region]) -> None:
+        raise TransferError("no memory to register")
 
 
 class World:
@@ -55,7 +72,10 @@ class World:
         return self.sender.prepare(name, *map(stripes, pools))
 
     def write(self, lists: Lists) -> None:
-        handle = self.sender.write(lists, ONE, ONE, RECORD)
+        try:
+            handle = self.sender.write(lists, ONE, ONE, RECORD)
+        except WriteFailed:  # as whoever posts does
+            handle = self.sender.write(lists, ONE, ONE, RECORD)
         while not self.sender.poll(handle):
             pass
 
@@ -107,6 +127,25 @@ def test_a_forgotten_peer_is_tried_in_batches_again(world):
     world.sender.connect(receiver.name, receiver.metadata())
     world.write(world.prepare(1))
     assert (Refusing.n_refused, len(world.seconds)) == (2, 1)
+
+
+def test_without_a_second_agent_the_peer_is_lost_and_tried_again_later(world, monkeypatch):
+    """A failure to build or to register one must not end the mover, which knows what to do with a lost peer."""
+    lists, build = world.prepare(1), world.sender._build_second
+    full = Full("full", world.fabric)
+    monkeypatch.setattr(world.sender, "_build_second", lambda: full)
+    with pytest.raises(PeerLost, match="no memory to register"):
+        world.sender.write(lists, ONE, ONE, RECORD)
+    assert full.is_closed
+    monkeypatch.setattr(world.sender, "_build_second", build)
+    world.write(lists)
+    assert world.pools[2][1].tolist() == world.pools[0][1].tolist()
+
+
+def test_what_was_refused_counts_as_a_failed_write(world):
+    """What raised may still land: only who posts knows how long to wait before it says that all is quiet."""
+    with pytest.raises(WriteFailed, match="no protocol"):
+        world.sender.write(world.prepare(1), ONE, ONE, RECORD)
 
 
 def test_closing_closes_both(world):

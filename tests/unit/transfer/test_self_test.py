@@ -15,12 +15,14 @@ def region(memory: np.ndarray, kind: str = "DRAM", device: int = 0) -> Region:
     return Region("pool", memory.ctypes.data, device, kind, 64, memory.nbytes // 64)
 
 
-def test_the_largest_pool_is_written_and_its_rate_told():
+def test_the_largest_pool_is_written_and_its_rate_told(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", logger="k3.transfer")
     small, large = np.zeros(64, np.uint8), np.zeros(1 << 20, np.uint8)
     assert large.nbytes < BYTES
     found = measure([region(small), region(large)], 0.001)
     assert found.problem == ""
     assert found.bytes_per_s > 1e6
+    assert f"{large.nbytes} bytes of DRAM" in caplog.text
 
 
 def test_a_peer_that_cannot_start_is_a_problem_and_no_exception():
