@@ -1,7 +1,9 @@
 """PrefillService over gRPC: takes messages off the wire, hands them to the engine, writes its answers.
 
 Decode is the client. A call that ends without `Received`, `Quiesced` or an error of ours was lost; the engine then
-drains what was posted, on its own. Health, reflection and InstanceService are the process frame's (`k3/rpc/engine.py`).
+drains what was posted, on its own. A call ends in two steps: we say `Ending`, the client half-closes, the status
+follows; a client that writes into the end of its call would lose that status. Health, reflection and InstanceService
+are the process frame's (`k3/rpc/engine.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ log = logging.getLogger("k3.prefill")
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 FIRST_MESSAGE_TIMEOUT_S = 10.0
+ENDING_TIMEOUT_S = 5.0  # for a client to half-close; a slower one may lose the status of its call
 MAX_QUIESCE_IDS = 65536
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,6 +74,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             async for response in stream:
                 await context.write(response)
+            await context.write(prefill_pb2.PrefillResponse(ending=prefill_pb2.Ending()))
+            await asyncio.wait([reader], timeout=ENDING_TIMEOUT_S)
         finally:
             reader.cancel()
             life.handoff.lost(export)

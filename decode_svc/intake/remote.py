@@ -2,8 +2,8 @@
 
 A broken connection is told from an answer by the error code that our servers always send along: without one nobody of
 ours spoke, and the instance counts as lost. A write that meets the end of its call makes the library forget that answer
-and report an internal error: so after its first message a call says nothing until it was answered, which keeps every
-refusal intact.
+and report an internal error: so after its first message a call says nothing until it was answered, and from `Ending`
+on, which comes before every later end, it says nothing but that it is done. That keeps every answer intact.
 """
 
 from __future__ import annotations
@@ -93,14 +93,16 @@ class RemoteCall:
         self._pair = pair
         self._deliver = deliver
         self._cancelled_for: K3Error | None = None
-        self._outgoing: asyncio.Queue[prefill_pb2.PrefillRequest] = asyncio.Queue(OUTGOING_LIMIT)
+        self._outgoing: asyncio.Queue[prefill_pb2.PrefillRequest | None]  # None: done
+        self._outgoing = asyncio.Queue(OUTGOING_LIMIT)
         self._is_answered = asyncio.Event()
+        self._is_ending = False
         self._writer = asyncio.create_task(self._write(), name=f"to {pair.address}")
         self._reader = asyncio.create_task(self._read(), name=f"from {pair.address}")
 
     async def send(self, message: prefill_pb2.PrefillRequest) -> None:
         """Queue one message; a peer that reads none for too long loses the call."""
-        if self._reader.done():
+        if self._is_ending or self._reader.done():
             return
         if self._outgoing.full():
             text = f"prefill instance at {self._pair.address} does not read: {OUTGOING_LIMIT} messages wait"
@@ -118,20 +120,29 @@ class RemoteCall:
         self._writer.cancel()
 
     async def _write(self) -> None:
-        while True:
-            message = await self._outgoing.get()
-            try:
+        try:
+            while (message := await self._outgoing.get()) is not None:
                 await self._call.write(message)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader learns why
-            await self._is_answered.wait()
+                await self._is_answered.wait()
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            return  # the reader learns why
+
+    def _end(self) -> None:
+        self._is_ending = True
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()  # nobody listens any more
+        self._outgoing.put_nowait(None)
 
     async def _read(self) -> None:
         error: K3Error | None = None
         try:
             async for message in _messages(self._call):
                 self._is_answered.set()
-                self._deliver(Heard(message))
+                if message.HasField("ending"):
+                    self._end()
+                else:
+                    self._deliver(Heard(message))
         except grpc.aio.AioRpcError as failure:
             error = spoken_or_lost(failure, self._pair.address)
         except asyncio.CancelledError:

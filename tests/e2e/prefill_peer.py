@@ -125,11 +125,17 @@ class Call:
         self._error: grpc.aio.AioRpcError | None = None
         self.seen: list[prefill_pb2.PrefillResponse] = []
         self.does_echo = True
+        self._is_ending = False
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
+                if response.HasField("ending"):
+                    async with self._writing:
+                        self._is_ending = True
+                        await self._call.done_writing()
+                    continue
                 self.seen.append(response)
                 self._arrived.set()
                 if response.HasField("progress") and self.does_echo:
@@ -146,7 +152,8 @@ class Call:
 
     async def say(self, **message: object) -> None:
         async with self._writing:
-            await self._call.write(prefill_pb2.PrefillRequest(**message))  # type: ignore[arg-type]
+            if not self._is_ending:
+                await self._call.write(prefill_pb2.PrefillRequest(**message))  # type: ignore[arg-type]
 
     def has_seen(self, kind: str) -> bool:
         return any(response.HasField(kind) for response in self.seen)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -16,6 +18,8 @@ from k3.errors import LayoutMismatch, QueueFull, ReconnectRequired, RequestAbort
 from k3.rpc import server as rpc_server
 from k3.rpc.client import ChannelPool
 from k3.v1 import prefill_pb2, prefill_pb2_grpc
+from prefill_svc.service import PrefillServicer
+from prefill_svc.stream import ResponseStream
 
 Handler = Callable[[AsyncIterator[Any], Any], AsyncIterator[prefill_pb2.PrefillResponse]]
 
@@ -72,10 +76,13 @@ class Peer:
             return await self.inbox.get()
 
 
-async def with_peer(story: Callable[[Peer], Awaitable[None]]) -> None:
+async def with_peer(
+    story: Callable[[Peer], Awaitable[None]],
+    real: prefill_pb2_grpc.PrefillServiceServicer | None = None,
+) -> None:
     server = rpc_server.make_server(8)
     servicer = Servicer()
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(real or servicer, server)
     port = rpc_server.bind(server, ServeConfig(port=0))
     await server.start()
     peer = Peer(servicer, server, port)
@@ -157,6 +164,47 @@ async def test_a_refusal_is_heard_whatever_was_said_meanwhile() -> None:
             assert isinstance(ended.error, ReconnectRequired), f"call {i}: {ended.error!r}"
 
     await with_peer(story)
+
+
+@pytest.mark.parametrize("error", [None, QueueFull("no room", code="reserve_wait")])
+async def test_the_end_of_a_call_is_heard_whatever_was_said_meanwhile(
+    error: QueueFull | None,
+) -> None:
+    """Regression: an echo that met the end of its call turned the status into an internal error."""
+
+    class Handoff:
+        """Sends heartbeats, ends in the middle of their echoes."""
+
+        def open(self, start: prefill_pb2.Start, stream: ResponseStream) -> tuple[Any, Any]:
+            async def beat() -> None:
+                for seq in range(3):
+                    progress = prefill_pb2.Progress(seq=seq)
+                    stream.send(prefill_pb2.PrefillResponse(progress=progress))
+                    await asyncio.sleep(1e-4 * random.random())
+                stream.finish(error)
+
+            return SimpleNamespace(handoff=self), asyncio.create_task(beat())
+
+        def receive(self, export: object, message: prefill_pb2.PrefillRequest) -> None:
+            assert message.HasField("heartbeat_echo")
+
+        def lost(self, export: asyncio.Task[None]) -> None:
+            export.cancel()
+
+    async def story(peer: Peer) -> None:
+        random = Random(0)
+        echo = prefill_pb2.PrefillRequest(heartbeat_echo=prefill_pb2.HeartbeatEcho(seq=1))
+        for i in range(200):
+            call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+            await call.send(start())
+            while isinstance(heard := await peer.next(), Heard):
+                for _ in range(3):
+                    await call.send(echo)
+                    await asyncio.sleep(1e-4 * random.random())
+            assert repr(heard.error) == repr(error), f"call {i}"
+
+    random = Random(1)
+    await with_peer(story, PrefillServicer(Handoff()))  # type: ignore[arg-type]
 
 
 async def test_a_server_that_goes_down_is_lost() -> None:

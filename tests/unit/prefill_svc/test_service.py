@@ -37,6 +37,12 @@ async def test_a_bug_while_reading_a_call_is_logged(caplog: pytest.LogCaptureFix
         yield prefill_pb2.PrefillRequest(start=prefill_pb2.Start(request_id="r"))
         yield prefill_pb2.PrefillRequest(abort=prefill_pb2.Abort())
 
+    said: list[prefill_pb2.PrefillResponse] = []
+
+    async def write(response: prefill_pb2.PrefillResponse) -> None:
+        said.append(response)
+
     servicer = PrefillServicer(SimpleNamespace(open=open_))  # type: ignore[arg-type]
-    await servicer.Prefill(messages(), SimpleNamespace())  # type: ignore[arg-type]
+    await servicer.Prefill(messages(), SimpleNamespace(write=write))  # type: ignore[arg-type]
     assert "a bug" in caplog.text
+    assert [response.WhichOneof("message") for response in said] == ["ending"]
