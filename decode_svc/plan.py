@@ -41,6 +41,11 @@ class RowStep(NamedTuple):
     state: RowState | None = None
     opens: bool = False
 
+    @property
+    def most(self) -> int:
+        """Tokens that it can add."""
+        return 1 + self.draft_len
+
 
 class Plan(NamedTuple):
     """One step. Closed rows come first, then opened ones.

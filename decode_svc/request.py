@@ -150,6 +150,7 @@ class DecodeRequest:
         "drafts",
         "has_drafts",
         "key",
+        "most_in_flight",
         "next_drafts",
         "outputs",
         "plans_in_flight",
@@ -176,6 +177,7 @@ class DecodeRequest:
         self.told: tuple[float, ...] = ()  # as the drafter gave it for the drafts of the next step
         self.drafts = DraftCount(draft_tokens)
         self.plans_in_flight = 0
+        self.most_in_flight = 0  # tokens that these plans can add
         # Over stages the front keeps what the device's row table keeps otherwise.
         self.read_column = (
             -1

@@ -235,16 +235,18 @@ class DecodeScheduler:
             tuple(self._to_close),
             opened,
             rows,
-            1 + max(step.draft_len for step in rows),
+            max(step.most for step in rows),
             width is None,
         )
         self._next_step += 1
         self._to_close.clear()
         self._to_open = [r for r in self._to_open if r not in opened]
-        for request in chosen:
+        for step in rows:
+            request = step.request
             if self.limits.is_staged:  # those that wait longest come first
                 self._running[request.key] = self._running.pop(request.key)
             request.plans_in_flight += 1
+            request.most_in_flight += step.most
             request.has_drafts = width is not None
         self._in_flight.append(plan)
         return plan
@@ -267,8 +269,7 @@ class DecodeScheduler:
 
         A step for such requests alone is likely to be for nobody; it waits for an answer.
         """
-        steps = (s for plan in self._in_flight for s in plan.rows if s.request is request)
-        most = len(request.outputs) + sum(1 + step.draft_len for step in steps)
+        most = len(request.outputs) + request.most_in_flight
         return most >= request.spec.stop.max_tokens
 
     def _row_step(self, request: DecodeRequest, width: int | None) -> RowStep:
@@ -301,6 +302,7 @@ class DecodeScheduler:
         for step, result in zip(plan.rows, emitted, strict=True):
             request = step.request
             request.plans_in_flight -= 1
+            request.most_in_flight -= step.most
             request.next_drafts = result.drafts
             if request.state is State.RUNNING and not step.opens:
                 progress.append(self._absorb(request, result))

@@ -215,6 +215,12 @@ class Simulation(RuleBasedStateMachine):
                 assert request.reservation is not None
             assert (request.reservation is None) == (request.state in (State.QUEUED, State.GONE))
 
+    @invariant()
+    def tokens_in_flight_are_those_of_the_plans(self) -> None:
+        for request in self.requests if hasattr(self, "scheduler") else ():
+            steps = [s for plan in self.plans for s in plan.rows if s.request is request]
+            assert request.most_in_flight == sum(1 + step.draft_len for step in steps)
+
     def teardown(self) -> None:
         """Every request ends and the pools return to where they began."""
         if not hasattr(self, "scheduler"):
