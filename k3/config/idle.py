@@ -1,6 +1,7 @@
 """Settings that somebody gave and that do nothing beside the others: refused, so that nobody believes in them.
 
-Presets may set them for whoever switches the rest on; only what comes from a file, the environment or a flag counts.
+Presets may set them for whoever switches the rest on; only what comes from a file, the environment or a flag counts,
+and nothing that is the default anyway.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from k3.config.keys import flatten
 from k3.config.rule import Refusal, Rule
 from k3.config.tree import EngineConfig
 
+DEFAULTS = flatten(EngineConfig())
 OF_CHECKPOINTS = (
     *("cache.checkpoints", "cache.checkpoint_interval", "cache.checkpoint_anchor"),
     *("cache.checkpoint_rungs", "cache.checkpoint_mode"),
@@ -21,16 +23,12 @@ SLOTS_TWICE = ("cache.checkpoints", "cache.state_slots")
 OF_PREFILL_INSTANCES = (
     *("serve.prefills", "schedule.max_early_prefills", "schedule.reserve_wait_s"),
     "parallel.pp_remote_kv",
-    *(
-        path
-        for path in flatten(EngineConfig())
-        if path.startswith("transfer.") and path != "transfer.drain_s"
-    ),
+    *(path for path in DEFAULTS if path.startswith("transfer.") and path != "transfer.drain_s"),
 )
 
 
 class Given(NamedTuple):
-    """A configuration, and the paths somebody set himself."""
+    """A configuration, and the paths that somebody set to something else than the default."""
 
     config: EngineConfig
     paths: frozenset[str]
@@ -61,7 +59,7 @@ IDLE_RULES: tuple[Rule[Given], ...] = (
         "CHECKPOINTS_IDLE",
         ("prefill", "decode", "both"),
         OF_CHECKPOINTS,
-        "cache.checkpoint* is given with cache.prefix = off",
+        "a cache.checkpoint* other than its default is given with cache.prefix = off",
         "states are kept for a prefix cache, and cache.prefix is off",
         "set cache.prefix=on, or leave them out",
         _checkpoints_without_cache,
@@ -80,8 +78,9 @@ IDLE_RULES: tuple[Rule[Given], ...] = (
         "PREFILL_INSTANCES_IDLE",
         ("both",),
         OF_PREFILL_INSTANCES,
-        "a setting about prefill instances is given: serve.prefills, schedule.max_early_prefills, "
-        "schedule.reserve_wait_s, parallel.pp_remote_kv, or transfer.* other than transfer.drain_s",
+        "a setting about prefill instances is given, other than its default: serve.prefills, "
+        "schedule.max_early_prefills, schedule.reserve_wait_s, parallel.pp_remote_kv, or transfer.* other than "
+        "transfer.drain_s",
         "an instance that computes every prompt itself calls no prefill instance and transfers nothing",
         "leave them out, or start the instance as plain decode",
         _of_prefill_instances,
@@ -91,7 +90,8 @@ IDLE_RULES: tuple[Rule[Given], ...] = (
 
 def idle(config: EngineConfig, sources: Mapping[str, str]) -> list[Refusal]:
     """Of an engine; sources: where each value came from, by path."""
-    given = Given(config, frozenset(path for path, source in sources.items() if _is_given(source)))
+    changed = (path for path, value in flatten(config).items() if value != DEFAULTS[path])
+    given = Given(config, frozenset(path for path in changed if _is_given(sources[path])))
     found = [rule.judge(given, config) for rule in IDLE_RULES if config.role in rule.roles]
     return [refusal for refusal in found if refusal is not None]
 

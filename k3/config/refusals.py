@@ -37,6 +37,7 @@ from k3.model.spec import K3Spec
 
 PREFILL, DECODE, ENGINES = ("prefill",), ("decode", "both"), ("prefill", "decode", "both")
 COMPUTES = ("prefill", "both")  # prompts
+TRANSFERS = ("prefill", "decode")
 GPU_ATTENTION = ("triton", "flashmla", "flashinfer")
 
 ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
@@ -216,7 +217,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "FENCE_CLOCKS",
-        ENGINES,
+        TRANSFERS,
         ("transfer.self_fence_s", "transfer.drain_s", "transfer.lease_s"),
         "self_fence_s + drain_s >= lease_s",
         "prefill must be quiet before decode gives a transfer up, else a late write lands in pages of another request",
@@ -225,7 +226,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "HEARTBEAT_CLOCK",
-        ENGINES,
+        TRANSFERS,
         ("transfer.heartbeat_s", "transfer.self_fence_s"),
         "2 * heartbeat_s > self_fence_s",
         "one late heartbeat would stop every transfer",
@@ -234,7 +235,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
     ),
     Rule(
         "PROGRESS_CLOCK",
-        ENGINES,
+        TRANSFERS,
         ("transfer.progress_timeout_s", "transfer.handle_deadline_s"),
         "progress_timeout_s < handle_deadline_s",
         "decode would abort a transfer while prefill still waits for one handle",

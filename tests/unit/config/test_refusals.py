@@ -305,9 +305,25 @@ def test_every_rule_has_a_case():
     assert len(rules) == len(tested) + len(WITHOUT_A_KEY)
 
 
-def test_what_an_instance_alone_reads_of_the_transfer_section_it_accepts():
-    flags = ALONE | {"transfer.drain_s": "3s"}
+@pytest.mark.parametrize("drain_s", ["3s", "20s"])
+def test_what_an_instance_alone_reads_of_the_transfer_section_it_accepts(drain_s):
+    """Also what no lease would allow: nothing is leased there."""
+    flags = ALONE | {"transfer.drain_s": drain_s}
     assert load_engine("decode", CommandLine(flags), {}).problems == ()
+
+
+def test_a_default_that_is_written_down_is_never_refused():
+    flags = ALONE | {
+        "cache.checkpoints": "0",
+        "cache.checkpoint_interval": "8192",
+        "cache.state_slots": "99",
+        "parallel.pp_remote_kv": "false",
+        "transfer.lease_s": "30s",
+        "transfer.port_range": "",
+    }
+    assert load_engine("decode", CommandLine(flags), {}).problems == ()
+    flags = {"cache.prefix": "on", "cache.checkpoints": "0", "cache.state_slots": "99"}
+    assert load_engine("prefill", CommandLine(flags), {}).problems == ()
 
 
 def test_values_just_inside_the_rules_are_accepted():
