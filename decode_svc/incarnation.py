@@ -216,7 +216,7 @@ class Incarnation:
         n_tokens = 0
         for request, kept in progress:
             n_tokens += len(kept.tokens)
-            self._metrics.spec.observe(*request.drafts.newest)
+            self._metrics.spec.observe(request.bootstrap, *request.drafts.newest)
             caller = self._callers.get(request.key)
             if caller is not None:
                 caller.tell(kept, now)

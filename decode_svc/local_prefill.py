@@ -140,7 +140,8 @@ class LocalPrefill:
         self._decode.moved(request, place)
         request.draft_valid = self._has_drafter
         if self._has_drafter:
-            self._metrics.spec.bootstrap.labels("local").inc()
+            request.bootstrap = "local"
+            self._metrics.spec.bootstrap.labels(request.bootstrap).inc()
         self._decode.filled(request)
 
     def _count(self) -> None:

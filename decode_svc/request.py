@@ -145,6 +145,7 @@ class DecodeRequest:
         "_state",
         "arrived_s",
         "base",
+        "bootstrap",
         "confidence",
         "draft_valid",
         "drafts",
@@ -172,6 +173,7 @@ class DecodeRequest:
         self.outputs: list[TokenEvent] = []  # confirmed output tokens, the first one from prefill
         self.base = 0  # confirmed base: position of the anchor
         self.draft_valid = False  # prefill's draft rows are in the ring
+        self.bootstrap = ""  # how its drafter started, a label of `SpecMetrics`; empty without one
         self.has_drafts = True  # the newest step that had this row proposed drafts for the next one
         self.confidence: tuple[float, ...] = ()  # calibrated, of each draft; empty while unknown
         self.told: tuple[float, ...] = ()  # as the drafter gave it for the drafts of the next step

@@ -239,8 +239,8 @@ class Filling:
             parts.metrics.transfer.seconds.observe(now - (self.caller.first_token_s or now))
             request.draft_valid = attempt.draft_valid
             if parts.identity.draft_fingerprint:
-                kind = "transferred" if attempt.draft_valid else "cold"
-                parts.metrics.spec.bootstrap.labels(kind).inc()
+                request.bootstrap = "transferred" if attempt.draft_valid else "cold"
+                parts.metrics.spec.bootstrap.labels(request.bootstrap).inc()
             parts.scheduler.filled(request)
             parts.quarantine.finish(attempt, None)
             parts.changed()

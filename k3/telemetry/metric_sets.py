@@ -120,6 +120,9 @@ class TransferMetrics:
         )
 
 
+BOOTSTRAPS = ("transferred", "local", "cold")
+
+
 class SpecMetrics:
     """Speculation at decode; acceptance length = 1 + accepted / drafts."""
 
@@ -135,7 +138,13 @@ class SpecMetrics:
         self.bootstrap = d.counter(
             "k3_draft_bootstrap_total",
             "Requests by how their drafter started: on rows from prefill, on rows computed here, or on none.",
-            kind=("transferred", "local", "cold"),
+            kind=BOOTSTRAPS,
+        )
+        self.length = d.histogram(
+            "k3_spec_accept_length",
+            "Tokens of a verify group that checked drafts, by how its request's drafter started.",
+            range(1, 17),
+            bootstrap=BOOTSTRAPS,
         )
         self.gate_open = d.gauge(
             "k3_spec_gate_open", "1 while steps propose drafts, 0 while the gate is closed."
@@ -153,9 +162,10 @@ class SpecMetrics:
             self.gate_open.set(int(is_open))
             self._is_open = is_open
 
-    def observe(self, n_drafts: int, n_accepted: int) -> None:
+    def observe(self, bootstrap: str, n_drafts: int, n_accepted: int) -> None:
         """One row of one step."""
         if n_drafts:
+            self.length.labels(bootstrap).observe(1 + n_accepted)
             self.drafts.inc()
             self.draft_tokens.inc(n_drafts)
             self.accepted.inc(n_accepted)

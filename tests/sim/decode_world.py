@@ -24,6 +24,7 @@ from k3.config.tree import (
     ModelConfig,
     ParallelConfig,
     ScheduleConfig,
+    SpecConfig,
 )
 from k3.errors import GroupFailed, K3Error
 from k3.telemetry.metrics import DecodeMetrics
@@ -58,7 +59,7 @@ class Ranks:
         result = plan_pb2.StepResult(step_id=plan.step_id, step_s=STEP_S, forward_s=STEP_S)
         for row in plan.verify_rows:
             self._steps[row.row, row.epoch] += 1
-            entry = result.rows.add(row=row.row, epoch=row.epoch)
+            entry = result.rows.add(row=row.row, epoch=row.epoch, n_drafts=row.draft_len)
             entry.tokens.add(id=100 + self._steps[row.row, row.epoch])
         for chunk in plan.chunks:
             if chunk.is_final:
@@ -89,8 +90,8 @@ class Ranks:
     def tell(self, status: plan_pb2.TransferStatus) -> None:
         self._statuses.put_nowait((0, status))
 
-    def arrive(self, transfer_id: int) -> None:
-        arrived = plan_pb2.TransferArrived(transfer_id=transfer_id, draft_complete=False)
+    def arrive(self, transfer_id: int, *, draft_complete: bool = False) -> None:
+        arrived = plan_pb2.TransferArrived(transfer_id=transfer_id, draft_complete=draft_complete)
         self.tell(plan_pb2.TransferStatus(arrived=arrived))
 
     def lose(self) -> None:
@@ -155,7 +156,7 @@ class Call:
     def prefilled(self, token: int = FIRST) -> None:
         self.say(prefilled=prefill_pb2.Prefilled(token=common_pb2.Token(id=token), cached_tokens=3))
 
-    def committed(self, destination: prefill_pb2.Destination, **changes: int) -> None:
+    def committed(self, destination: prefill_pb2.Destination, **changes: Any) -> None:
         fields = {
             "transfer_id": destination.transfer_id,
             "nonce": destination.nonce,
@@ -190,7 +191,9 @@ class World:
         role: str = "decode",
         stages: int = 1,
         prefix: str = "off",
+        drafter: Path | None = None,
     ) -> None:
+        """drafter: of decode, which then drafts; prefills have it while `sends_draft`."""
         config = EngineConfig(
             role=role,
             parallel=ParallelConfig(pp=stages, pp_remote_kv=role == "decode" and stages > 1),
@@ -201,7 +204,9 @@ class World:
             schedule=ScheduleConfig(
                 max_rows=rows, max_queue=max_queue, depth=2, max_early_prefills=early
             ),
+            spec=SpecConfig() if drafter is None else SpecConfig(3, str(drafter)),
         )
+        self.sends_draft = drafter is not None
         self.config = replace(
             config, serve=replace(config.serve, prefills=("prefill-*:*", "a:*", "b:*", "c:*"))
         )
@@ -214,6 +219,7 @@ class World:
         self.quiesced: list[int] = []
         self.proof: Callable[[str], Proof | K3Error] = lambda _address: Proof.QUIET
         self.log: list[tuple[str, str]] = []
+        self.metrics = DecodeMetrics()
         self._n_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.life = Incarnation(
@@ -222,7 +228,7 @@ class World:
             [mover("first")],
             self.ranks,
             lambda _introduction: self,
-            DecodeMetrics(),
+            self.metrics,
             lambda: None,
         )
 
@@ -241,7 +247,7 @@ class World:
             n_slots=9,
             slot_columns=1,
         )
-        return Pair(address, f"prefill-at-{address}", geometry)
+        return Pair(address, f"prefill-at-{address}", geometry, self.sends_draft)
 
     def open(self, pair: Pair, deliver: Deliver) -> Call:
         call = Call(self, pair.address, deliver)
