@@ -29,9 +29,10 @@ from k3.model.spec import K3Spec
 from k3.parallel.collectives import solo_groups
 from k3.parallel.mesh import WHOLE, Mesh
 from k3.types import SamplingParams, TokenEvent
-from tests.decode_group import Ask, DecodeGroup, Model, Prefill
+from tests.decode_group import Ask, DecodeGroup, Model
 from tests.drafters import LocalEngine, random_drafter
 from tests.model_runner import CPU, OPS, Pools, solo_stage
+from tests.prefilled import Prefill
 
 pytestmark = pytest.mark.dspark
 

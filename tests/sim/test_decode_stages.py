@@ -19,10 +19,11 @@ from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.types import SamplingParams, TokenEvent
 from k3.v1 import plan_pb2
-from tests.decode_group import Ask, DecodeGroup, Model, Prefill
+from tests.decode_group import Ask, DecodeGroup, Model
 from tests.drafters import LocalEngine, random_drafter
 from tests.e2e.oracle import Oracle
 from tests.model_runner import solo_stage
+from tests.prefilled import Prefill
 from tests.thread_group import run_group
 
 pytestmark = pytest.mark.prefill

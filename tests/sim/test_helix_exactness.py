@@ -18,10 +18,11 @@ import pytest
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.types import SamplingParams, TokenEvent
-from tests.decode_group import Ask, DecodeGroup, Model, Prefill
+from tests.decode_group import Ask, DecodeGroup, Model
 from tests.drafters import random_drafter
 from tests.e2e.nano import wide_nano_folder
 from tests.e2e.oracle import Oracle
+from tests.prefilled import Prefill
 
 pytestmark = pytest.mark.helix
 

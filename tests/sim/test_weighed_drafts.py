@@ -15,8 +15,9 @@ from decode_svc.rank.graphs import Eager, PassThrough
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
 from k3.types import SamplingParams, TokenEvent
-from tests.decode_group import Ask, DecodeGroup, Model, Prefill
+from tests.decode_group import Ask, DecodeGroup, Model
 from tests.drafters import random_drafter
+from tests.prefilled import Prefill
 
 pytestmark = pytest.mark.dspark
 
