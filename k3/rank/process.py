@@ -12,6 +12,7 @@ from collections import deque
 
 from k3.config.tree import EngineConfig
 from k3.rank.channel import UnixAddress
+from k3.transfer.agent import BATCHES
 
 log = logging.getLogger("k3.rank")
 
@@ -31,6 +32,8 @@ def environment(config: EngineConfig, token: str) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(max(1, config.backends.threads)),
     }
+    if config.model.device == "cuda":
+        wanted[BATCHES] = "1"
     if config.transfer.port_range:
         wanted["UCX_TCP_PORT_RANGE"] = config.transfer.port_range
     return {**wanted, **os.environ, TOKEN_VARIABLE: token}

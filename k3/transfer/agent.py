@@ -17,6 +17,9 @@ import numpy.typing as npt
 from k3.errors import TransferError
 from k3.transfer.plan import Rows
 
+# The NIXL library's switch for batches, in the environment: read when an agent is built.
+BATCHES = "NIXL_UCX_SGL_ENABLE"
+
 Indices = npt.NDArray[np.int32]
 Lists = NewType("Lists", int)
 Handle = NewType("Handle", int)

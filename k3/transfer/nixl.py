@@ -2,7 +2,7 @@
 
 Habits of the library that shape this file: errors are exceptions, a record leaves only when its handle is polled, a
 handle can be posted again only after it ended, nothing cancels a posted write except destroying the agent, and names
-must never be used twice. UCX reads its settings from the environment when the agent is built (`k3/rank/supervise.py`).
+must never be used twice. UCX reads its settings from the environment when the agent is built (`k3/rank/process.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 from k3.errors import TransferError
 from k3.transfer.agent import (
+    BATCHES,
     BatchesRefused,
     Handle,
     Indices,
@@ -44,7 +45,6 @@ PROGRESS_DELAY_US = (
 )
 IDLE_CPU_LIMIT, IDLE_CHECK_S = 0.05, 0.5
 METADATA_LIMIT = 1 << 20
-BATCHES = "NIXL_UCX_SGL_ENABLE"  # read from the environment when an agent is built
 LOST = (bindings.nixlRemoteDisconnectError, bindings.nixlNotFoundError)
 
 T = TypeVar("T")
@@ -264,7 +264,11 @@ class NixlAgent:
 
 @contextmanager
 def _batches(is_batched: bool) -> Iterator[None]:
-    """The library's switch for the time of a call: on where asked for, unless the user has turned it off."""
+    """The library's switch for the time of a call: on where asked for, unless the user has turned it off.
+
+    Other threads may read the environment meanwhile. A rank on a GPU begins with the switch on, so nothing is added or
+    removed under them: at most the value is exchanged, for an agent without batches.
+    """
     before = os.environ.get(BATCHES)
     if is_batched and before is None:
         os.environ[BATCHES] = "1"

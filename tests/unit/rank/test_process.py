@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from k3.config.tree import EngineConfig, TransferConfig
+from k3.config.tree import EngineConfig, ModelConfig, TransferConfig
 from k3.rank.process import TOKEN_VARIABLE, RankProcess, environment
+from k3.transfer.agent import BATCHES
 
 
 def test_a_rank_inherits_the_environment_and_the_users_choice_wins(monkeypatch):
@@ -34,6 +35,20 @@ def test_transports_are_left_to_the_library_unless_the_user_chose(monkeypatch):
     assert "UCX_TLS" not in found
     assert found["UCX_TCP_USER_TIMEOUT"] == "5s"
     assert found["UCX_TCP_PORT_RANGE"] == "41000-41050"
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "found"),
+    [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)],
+)
+def test_a_rank_on_a_gpu_begins_with_batches_on_unless_the_user_chose(
+    monkeypatch, device, given, found
+):
+    monkeypatch.delenv(BATCHES, raising=False)
+    if given is not None:
+        monkeypatch.setenv(BATCHES, given)
+    config = replace(EngineConfig(), model=ModelConfig(device=device))
+    assert environment(config, "secret").get(BATCHES) == found
 
 
 async def test_output_is_logged_under_the_ranks_number_at_the_level_it_names(caplog):

@@ -14,6 +14,7 @@ import pytest
 from k3.errors import TransferError
 from k3.transfer import nixl
 from k3.transfer.agent import (
+    BATCHES,
     BatchesRefused,
     Handle,
     Indices,
@@ -26,7 +27,7 @@ from k3.transfer.agent import (
 )
 from k3.transfer.batching import BatchingAgent
 from k3.transfer.local import LocalFabric
-from k3.transfer.nixl import BATCHES, IDLE_CPU_LIMIT, METADATA_LIMIT, NixlAgent
+from k3.transfer.nixl import IDLE_CPU_LIMIT, METADATA_LIMIT, NixlAgent
 
 RECORD = b"r" * 32
 UNITS, STRIDE = 7, 96
@@ -233,6 +234,9 @@ def test_the_switch_of_the_library_is_set_only_while_an_agent_is_built(monkeypat
     agent = BATCHED("test")
     assert os.environ[BATCHES] == "0"
     agent.close()
+    monkeypatch.setenv(BATCHES, "1")  # as a rank on a GPU begins
+    NixlAgent("test").close()
+    assert (seen[-1], os.environ[BATCHES]) == ("0", "1")
 
 
 class Refusing(NixlAgent):
