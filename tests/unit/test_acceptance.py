@@ -92,20 +92,24 @@ def test_the_block_rule_needs_numbers_of_their_own_for_every_group() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_row_is_judged_as_it_would_be_alone(rule: str) -> None:
+def test_a_row_is_judged_as_in_a_group_of_its_own_width(rule: str) -> None:
+    """What lies behind a row's own drafts, tokens and distributions of another group, counts for nothing."""
     generator = torch.Generator().manual_seed(2)
-    p = torch.rand(7, K + 1, V, generator=generator, dtype=torch.float64)
-    q = torch.rand(7, K, V, generator=generator, dtype=torch.float64)
+    n = 64
+    p = torch.rand(n, K + 1, V, generator=generator, dtype=torch.float64)
+    q = torch.rand(n, K, V, generator=generator, dtype=torch.float64)
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    drafts = torch.randint(V, (7, K), generator=generator)
-    lengths = torch.tensor([0, 1, 2, 3, 3, 2, 3])
-    u = torch.rand(7, K, generator=generator, dtype=torch.float64)
+    drafts = torch.randint(V, (n, K), generator=generator)
+    lengths = torch.arange(n) % (K + 1)
+    u = torch.rand(n, K, generator=generator, dtype=torch.float64)
     judge = RULES[rule]
     accepted, final = judge(p, q, drafts, lengths, u)
-    assert (accepted <= lengths).all()
-    assert torch.equal(final[0], p[0, 0]), "without drafts the first row's own distribution is left"
-    for b in range(7):
+    for b, k in enumerate(lengths.tolist()):
+        if k == 0:
+            assert int(accepted[b]) == 0
+            assert torch.equal(final[b], p[b, 0]), "the first row's own distribution is left"
+            continue
         one = slice(b, b + 1)
-        alone = judge(p[one], q[one], drafts[one], lengths[one], u[one])
+        alone = judge(p[one, : k + 1], q[one, :k], drafts[one, :k], lengths[one], u[one, :k])
         assert int(alone.accepted_B) == int(accepted[b])
         assert torch.equal(alone.final_BV[0], final[b])
