@@ -28,7 +28,7 @@ from k3.cache.storage import Storage
 from k3.config import load, speculation
 from k3.config.stages import mesh_of
 from k3.config.tree import EngineConfig
-from k3.device import open_device
+from k3.device import Device, open_device
 from k3.model.dspark import DraftContext, Drafter, open_context, open_drafter
 from k3.model.k3 import Stage
 from k3.model.registry import open_stage
@@ -181,11 +181,12 @@ def _serve(
         fill_nan=config.cache.fill_nan,
     )
     progress.report("allocate", 1, 1)
-    geometry = _geometry(mesh, spec, setup, config)
+    geometry, regions = _geometry(mesh, spec, setup, config), _regions(layout, storage)
     mover = Mover(
-        lambda: _make_core(rank, setup, spec, geometry, layout, config, storage),
+        partial(_make_core, rank, setup, spec, geometry, layout, config, regions),
         transfer,
         device.recording,
+        lambda: _self_test(device, regions, config),
     )
     mover.start()
     loop = importlib.import_module(LOOPS[service])
@@ -275,6 +276,18 @@ def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
     )
 
 
+def _self_test(
+    device: Device, regions: tuple[Region, ...], config: EngineConfig
+) -> plan_pb2.SelfTest | None:
+    """The first thing on the mover's thread; None where none is wanted."""
+    with device.recording:
+        torch.zeros(1, device=device.torch_device).item()  # a GPU's context is this thread's now
+    floor = config.transfer.min_bandwidth
+    if not floor or config.role == "both":
+        return None
+    return measure(regions, floor, device.recording)
+
+
 def _make_core(
     rank: int,
     setup: plan_pb2.Setup,
@@ -282,17 +295,12 @@ def _make_core(
     geometry: Sharding,
     layout: CacheLayout,
     config: EngineConfig,
-    storage: Storage,
+    regions: tuple[Region, ...],
+    self_test: plan_pb2.SelfTest | None,
 ) -> MoverCore:
     """Runs on the mover's thread."""
-    regions = _regions(layout, storage)
     has_gpu = any(region.memory == "VRAM" for region in regions)
-    if has_gpu:
-        device = next(iter(storage.pools.values())).device
-        torch.zeros(1, device=device).item()  # makes the GPU's context current in this thread
-
-    is_alone, floor = config.role == "both", config.transfer.min_bandwidth
-    name = f"{setup.instance_id}-r{rank}"
+    is_alone, name = config.role == "both", f"{setup.instance_id}-r{rank}"
 
     def build() -> TransferAgent:
         if is_alone:
@@ -312,7 +320,7 @@ def _make_core(
         build=build,
         library_version=LIBRARY if is_alone else NIXL_VERSION,
         now=time.monotonic(),
-        self_test=measure(regions, floor) if floor and not is_alone else None,
+        self_test=self_test,
     )
 
 

@@ -200,12 +200,18 @@ class Mover:
 
     def __init__(
         self,
-        make_core: Callable[[], MoverCore],
+        make_core: Callable[[plan_pb2.SelfTest | None], MoverCore],
         channel: BlockingChannel,
         recording: AbstractContextManager[object],
+        self_test: Callable[[], plan_pb2.SelfTest | None] = lambda: None,
     ) -> None:
-        """make_core: called on the thread, because the agent belongs to it. recording: `Device.recording`."""
+        """recording: `Device.recording`. self_test: comes first and takes `recording` itself, where it must.
+
+        make_core: is given what the test found. Both are called on the thread, to which agents and the GPU's context
+        belong.
+        """
         self._make_core = make_core
+        self._self_test = self_test
         self._recording = recording
         self._channel = channel
         self._steps: deque[tuple[int, StepEvent]] = deque()
@@ -232,8 +238,9 @@ class Mover:
 
     def _main(self) -> None:
         try:
+            found = self._self_test()
             with self._recording:
-                core = self._make_core()
+                core = self._make_core(found)
             try:
                 self._loop(core)
             finally:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 
 import numpy as np
@@ -38,21 +38,23 @@ WRITE_S = 10.0  # one write; slower is as good as nothing
 PAUSE_S = 50e-6
 
 
-def measure(pools: Sequence[Region], floor: float) -> plan_pb2.SelfTest:
+def measure(
+    pools: Sequence[Region], floor: float, recording: AbstractContextManager[object]
+) -> plan_pb2.SelfTest:
     """Write the largest pool's first bytes to a child, several times; over within START_S and two writes.
 
     The agent is one of its own: nothing of the test can be left over in the one that serves. One piece, no batch.
+    recording: `Device.recording`, held while the agent is used and not while the child starts or between writes.
     """
     try:
         pool = max(pools, key=lambda region: region.n_bytes)
-        with _peer(pool) as (name, metadata, target):
-            agent = NixlAgent("self-test")
-            try:
-                agent.register([pool])
+        with _peer(pool) as (name, metadata, target), _sender(pool, recording) as agent:
+            with recording:
                 agent.connect(name, metadata)
-                rate = target.n_bytes / _fastest_s(agent, name, pool, target)
-            finally:
-                agent.close()
+                lists = agent.prepare(
+                    name, _whole(pool, target.n_bytes), _whole(target, target.n_bytes)
+                )
+            rate = target.n_bytes / _fastest_s(agent, lists, recording)
     except (TransferError, OSError, ValueError) as error:
         return plan_pb2.SelfTest(problem=_advice(f"failed: {error}", floor))
     log.info(
@@ -71,12 +73,27 @@ def _advice(found: str, floor: float) -> str:
     )
 
 
-def _fastest_s(agent: TransferAgent, peer: str, pool: Region, target: Region) -> float:
+@contextmanager
+def _sender(pool: Region, recording: AbstractContextManager[object]) -> Iterator[TransferAgent]:
+    with recording:
+        agent = NixlAgent("self-test")
+    try:
+        with recording:
+            agent.register([pool])
+        yield agent
+    finally:
+        with recording:
+            agent.close()
+
+
+def _fastest_s(
+    agent: TransferAgent, lists: Lists, recording: AbstractContextManager[object]
+) -> float:
     """Seconds of the fastest write; the first one pays for the wire-up."""
-    lists = agent.prepare(peer, _whole(pool, target.n_bytes), _whole(target, target.n_bytes))
     spans: list[float] = []
     while len(spans) < ROUNDS and sum(spans) < ROUNDS_S:
-        spans.append(_write_s(agent, lists))
+        with recording:
+            spans.append(_write_s(agent, lists))
     return min(spans)
 
 

@@ -32,16 +32,17 @@ def test_agents_are_built_and_turned_only_between_recordings(
 ) -> None:
     ours, front = ends
     (node,) = Net(kinds="m").out
-    built = threading.Event()
+    tested, built = threading.Event(), threading.Event()
 
-    def make() -> MoverCore:
+    def make(_found: plan_pb2.SelfTest | None) -> MoverCore:
         built.set()
         return node.core
 
     recording = threading.Lock()
-    mover = Mover(make, ours, recording)
+    mover = Mover(make, ours, recording, tested.set)
     with recording:
         mover.start()
+        assert tested.wait(WAIT_S), "the self-test takes the lock itself"
         assert not built.wait(LONG_ENOUGH_S)
     assert built.wait(WAIT_S)
     with recording:
