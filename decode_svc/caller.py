@@ -34,10 +34,11 @@ class CandidateFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of one step, in order. cached_tokens: as in the usage at the end, which not every caller waits for."""
+    """Tokens of one step, in order, and of the figures at the end those that callers want who do not wait for it."""
 
     tokens: tuple[TokenEvent, ...]
     cached_tokens: int = 0
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Caller:
     def tell(self, kept: Kept, now: float) -> None:
         """Push tokens that count, and the end if they are the last."""
         if kept.tokens:
-            self.push(Tokens(kept.tokens, self._usage().cached_tokens))
+            drafts = self.request.drafts.total
+            self.push(Tokens(kept.tokens, self._usage().cached_tokens, drafts))
         if kept.finish is not None:
             self.push(self._finished(kept.finish, kept.stop_token_id, now))
 

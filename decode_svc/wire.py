@@ -160,9 +160,12 @@ def response(event: Event) -> decode_pb2.GenerateResponse | K3Error:
                 instance_id=instance_id, reason=reason, message=message
             )
             return decode_pb2.GenerateResponse(candidate_failed=failed)
-        case Tokens(tokens, cached_tokens):
-            protos = [convert.token_to_proto(token) for token in tokens]
-            message = decode_pb2.Tokens(tokens=protos, cached_tokens=cached_tokens)
+        case Tokens(tokens, cached_tokens, speculation):
+            message = decode_pb2.Tokens(
+                tokens=[convert.token_to_proto(token) for token in tokens],
+                cached_tokens=cached_tokens,
+                speculation=convert.speculation_to_proto(speculation),
+            )
             return decode_pb2.GenerateResponse(tokens=message)
         case Finished():
             finished = decode_pb2.Finished(

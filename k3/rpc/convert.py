@@ -147,8 +147,10 @@ def speculation_to_proto(speculation: Speculation | None) -> decode_pb2.Speculat
     return decode_pb2.Speculation(histogram=speculation.histogram, n_drafts=speculation.n_drafts)
 
 
-def speculation_from_proto(message: decode_pb2.Finished) -> Speculation | None:
-    """Speculation of a finished generation, None when there was none."""
+def speculation_from_proto(
+    message: decode_pb2.Finished | decode_pb2.Tokens,
+) -> Speculation | None:
+    """Speculation of a generation at its end or so far, None when there was none."""
     if not message.HasField("speculation"):
         return None
     return Speculation(tuple(message.speculation.histogram), message.speculation.n_drafts)

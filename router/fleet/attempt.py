@@ -105,10 +105,11 @@ class Sample:
 
 
 class Tokens(NamedTuple):
-    """Tokens of one step. cached_tokens: of the prompt, as in the usage at the end."""
+    """Tokens of one step. cached_tokens: of the prompt, as in the usage at the end. speculation: so far."""
 
     tokens: tuple[TokenEvent, ...]
     cached_tokens: int = 0
+    speculation: Speculation | None = None
 
 
 class Finished(NamedTuple):
@@ -256,8 +257,9 @@ class _Call:
                 self.is_committed = self._is_admitted = True
                 self._placement.lease.admitted()
                 self._placement.lease.prefilled()
-                tokens = tuple(token_from_proto(token) for token in message.tokens.tokens)
-                return Tokens(tokens, message.tokens.cached_tokens)
+                said = message.tokens
+                tokens = tuple(token_from_proto(token) for token in said.tokens)
+                return Tokens(tokens, said.cached_tokens, speculation_from_proto(said))
             case "finished":
                 return self._finished(message.finished)
             case _:

@@ -199,8 +199,8 @@ class Generation:
 
     def _digest(self, choice: Choice, event: Tokens | Finished) -> Update:
         match event:
-            case Tokens(tokens, cached_tokens):
-                choice.cached_tokens = cached_tokens
+            case Tokens(tokens, cached_tokens, speculation):
+                choice.cached_tokens, choice.speculation = cached_tokens, speculation
                 self._observe(choice, len(tokens))
                 pieces = choice.text.push(tokens)
                 self.request.n_tokens += len(tokens)

@@ -7,7 +7,8 @@ from decode_svc.caller import Admitted, CandidateFailed, Failed, Finished, Token
 from decode_svc.request import DecodeRequest, Reservation
 from k3.cache.slots import Slot
 from k3.errors import RequestRejected, Unavailable
-from k3.types import FinishReason, StageTimes, TokenEvent, Usage
+from k3.rpc.convert import speculation_from_proto
+from k3.types import FinishReason, Speculation, StageTimes, TokenEvent, Usage
 from k3.v1 import common_pb2, decode_pb2, plan_pb2
 
 VOCAB = 50
@@ -92,7 +93,8 @@ def test_events_become_responses_and_faults_errors() -> None:
     assert wire.response(Failed(error)) is error
     admitted = wire.response(Admitted(0.5))
     failed = wire.response(CandidateFailed("p", "unavailable", "text"))
-    tokens = wire.response(Tokens((TokenEvent(4, -0.5, ((4, -0.5),)),), 3))
+    drafts = Speculation((1, 0, 1), 4)
+    tokens = wire.response(Tokens((TokenEvent(4, -0.5, ((4, -0.5),)),), 3, drafts))
     finished = wire.response(
         Finished(FinishReason.STOP, None, Usage(4, 2, 0), StageTimes(1.0, 2.0, 3.0, 4.0), "p")
     )
@@ -107,3 +109,4 @@ def test_events_become_responses_and_faults_errors() -> None:
     assert not finished.finished.HasField("stop_token_id")  # type: ignore[union-attr]
     assert tokens.tokens.tokens[0].top[0].token_id == 4  # type: ignore[union-attr]
     assert tokens.tokens.cached_tokens == 3  # type: ignore[union-attr]
+    assert speculation_from_proto(tokens.tokens) == drafts  # type: ignore[union-attr]

@@ -188,7 +188,11 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                         for t in step
                     ]
                     n_tokens += len(tokens)
-                    message = decode_pb2.Tokens(tokens=tokens, cached_tokens=e.cached_tokens)
+                    message = decode_pb2.Tokens(
+                        tokens=tokens,
+                        cached_tokens=e.cached_tokens,
+                        speculation=convert.speculation_to_proto(e.speculation),
+                    )
                     yield decode_pb2.GenerateResponse(tokens=message)
             yield decode_pb2.GenerateResponse(
                 finished=decode_pb2.Finished(

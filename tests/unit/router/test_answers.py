@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from k3.types import Speculation
 from k3.v1 import common_pb2
 from tests.unit.router.conftest import RunningRouter
 
@@ -123,9 +124,11 @@ async def test_streamed_and_whole_text_are_equal(router: RunningRouter) -> None:
 async def test_a_stop_string_ends_the_request_and_cancels_decode(router: RunningRouter) -> None:
     tokens = router.ids("one two END three")
     router.decode.script = [*one_by_one(tokens), "hold"]
-    router.decode.cached_tokens = 2
-    answer = (await router.client.post(TEXT, json={"prompt": "x", "stop": ["END", "never"]})).json()
+    router.decode.cached_tokens, router.decode.speculation = 2, Speculation((1, 0, 1), 4)
+    body = {"prompt": "x", "stop": ["END", "never"], "return_spec_stats": True}
+    answer = (await router.client.post(TEXT, json=body)).json()
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert answer["metrics"]["speculative_decoding"]["acceptance_histogram"] == [1, 0, 1]
     assert answer["choices"][0]["text"] == "one two "
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == "END"
