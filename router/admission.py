@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import NamedTuple, Protocol
 
-from k3.config.tree import AdmissionConfig
+from k3.config.router_sections import AdmissionConfig
 from k3.errors import DeadlineExceeded, QueueFull, RequestRejected, Unavailable
 from router.fleet.instance import Lease
 from router.fleet.pairing import Need, NoPair, Pair

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from enum import Enum
 from typing import Any
 
-from k3.config.tree import HttpConfig
+from k3.config.router_sections import HttpConfig
 from k3.errors import Unavailable
 from router.requests import RequestTable
 

@@ -1,8 +1,9 @@
 """The keys of a configuration tree: one `Key` per leaf, and everything that follows from having that list.
 
-A key knows its dotted path, its flag, its environment variable, its type and its range, and turns whatever a source
-gave (a YAML value, or text) into a value of that type. `assemble` builds the frozen tree from values by path,
-`flatten` is its inverse, `json_schema` describes the YAML file. Pure: no file, no environment.
+`key` declares one as a field. A key knows its dotted path, its flag, its environment variable, its type and its
+range, and turns whatever a source gave (a YAML value, or text) into a value of that type. `assemble` builds the
+frozen tree from values by path, `flatten` is its inverse, `json_schema` describes the YAML file. Pure: no file, no
+environment.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -38,6 +39,25 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True} | {
     "off": False,
     "0": False,
 }
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field with its one-line help.
+
+    unit: "s", "bytes", "tokens" or ""; choices: allowed strings; least, most: allowed range of a number.
+    """
+    metadata = {"help": help, "unit": unit, "choices": choices, "least": least, "most": most}
+    if isinstance(default, (list, dict)):
+        raise TypeError("defaults must be immutable; use a tuple")
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k3.config.tree import HttpConfig
+from k3.config.router_sections import HttpConfig
 from k3.errors import RequestRejected
 from k3.types import NO_BIAS, LogprobParams, SamplingParams
 from router.openai.prompts import check_ids, render_chat, text_prompts, unsupported

@@ -12,7 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from k3.config.tree import AdmissionConfig, FleetConfig, HttpConfig, ModelConfig, RouterConfig
+from k3.config.router_sections import AdmissionConfig, FleetConfig, HttpConfig
+from k3.config.tree import ModelConfig, RouterConfig
 from router.__main__ import Router, bind
 from router.text.folder import ModelFolder, load_model_folder
 from tests.unit.router.fake_engine import FakeEngine

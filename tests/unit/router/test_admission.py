@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from k3.config.tree import AdmissionConfig
+from k3.config.router_sections import AdmissionConfig
 from k3.errors import DeadlineExceeded, QueueFull, RequestRejected, Unavailable
 from router.admission import MAX_SKIPS, Admission, Placement
 from router.fleet.pairing import InstanceView, Need, NoPair, Pair

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from k3.config.api_keys import read_keys, unusable_keys
-from k3.config.tree import HttpConfig
+from k3.config.router_sections import HttpConfig
 from router.auth import Keys
 from router.openai.params import cache_salt
 from router.text.folder import ModelFolder

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from k3.config.tree import AdmissionConfig, HttpConfig
+from k3.config.router_sections import AdmissionConfig, HttpConfig
 from k3.errors import GroupFailed, QueueFull, RequestRejected, Unavailable
 from k3.v1 import decode_pb2
 from router.fleet.circuit import FAILURES_TO_OPEN

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from k3.config.tree import HttpConfig
+from k3.config.router_sections import HttpConfig
 from k3.types import Speculation
 from router.__main__ import bind
 from router.text.folder import ModelFolder
