@@ -4,7 +4,7 @@ Flags that are not our own go to the services: `--prefill-X` to prefill as `--X`
 to the router; a bare `--X` goes to every service whose configuration has that section, and a bare layout flag (--cp,
 --pages, --max-rows, ...) to decode; `--cache-prefix on` is prefill's. With `--role both` decode computes every prompt
 itself, there is no prefill, and what would be prefill's is decode's. The embedded model drafts with its own drafter;
-`--draft-tokens 0` turns that off.
+`--draft-tokens 0` turns that off. What a service takes: `k3-decode --help`, `k3-prefill --help`, `k3-router --help`.
 Exit codes: 0 asked to stop, 2 configuration, 3 model, 4 port in use, 1 other.
 """
 
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from types import FrameType
@@ -34,10 +34,8 @@ ENGINES = (
     *("page-tokens", "cache-page-tokens", "cache-fill-nan", "drafter", "spec-drafter"),
     *("transfer-", "backends-", "serve-"),
 )
-DRAFTER, DRAFT_TOKENS = (
-    "draft-mla",
-    7,
-)  # of the embedded model: drafts, unless something else is chosen
+# Of the embedded model: drafts, unless something else is chosen.
+DRAFTER, DRAFT_TOKENS = "draft-mla", 7
 CLEAR = "\r\033[K"  # of the terminal's line
 PREFIXED = ("prefill", "decode", "router")
 
@@ -121,26 +119,42 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    p.add_argument("--host", default="127.0.0.1", help="address of the API")
-    p.add_argument("--port", type=int, default=8000, help="port of the API; 0 = any free one")
-    p.add_argument("--prefills", type=int, help="prefill instances (1)")
+    port, count = number(0, 65535), number(0, 99)
+    p.add_argument("--host", default="127.0.0.1", help="address of the API (127.0.0.1)")
+    p.add_argument(
+        "--port", metavar="N", type=port, default=8000, help="of the API; 0 = any (8000)"
+    )
+    p.add_argument("--prefills", metavar="N", type=count, help="prefill instances (1)")
+    p.add_argument("--decodes", metavar="N", type=count, default=1, help="decode instances (1)")
     p.add_argument(
         "--role",
         choices=("decode", "both"),
         default="decode",
         help="both: decode instances compute their own prompts, none is started for prefill",
     )
-    p.add_argument("--decodes", type=int, default=1, help="decode instances")
-    p.add_argument("--preset", default="tiny-demo", help="of every service; '' = none")
+    p.add_argument("--preset", default="tiny-demo", help="of every service; '' = none (tiny-demo)")
     p.add_argument("--ask", metavar="TEXT", help="start, ask one question, print the answer, stop")
     p.add_argument("--demo", action="store_true", help="--ask two built-in questions, any port")
     p.add_argument("--check", action="store_true", help="print configurations and refusals; 0 or 2")
     p.add_argument(
         "--logs", action="store_true", help="show the services' logs (default unless --ask)"
     )
-    p.add_argument("--start-timeout-s", type=float, default=120.0, help="deadline to be ready")
+    p.add_argument(
+        "--start-timeout-s", metavar="S", type=float, default=120.0, help="to be ready (120)"
+    )
     p.add_argument("--version", action="version", version=f"k3-local {version('k3-serving')}")
     return p
+
+
+def number(least: int, most: int) -> Callable[[str], int]:
+    """Type of a flag: a whole number of that range."""
+
+    def number(text: str) -> int:
+        if not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not one of {least} to {most}")
+        return int(text)
+
+    return number
 
 
 def say(line: str) -> None:
@@ -232,6 +246,11 @@ def options_of(args: argparse.Namespace, rest: Sequence[str]) -> Options:
         raise ConfigError(
             f"--prefills {n_prefills} with --role both: no prefill is started; leave it out"
         )
+    if not args.decodes or not (is_alone or n_prefills):
+        raise ConfigError(
+            f"--prefills {n_prefills} --decodes {args.decodes}: nobody could answer; at least one of "
+            "each, or --role both for decode without prefill"
+        )
     flags = split_flags(rest, is_alone)
     if args.preset and has_own_drafter(flags):
         flags["prefill"][:0] = ["--drafter", DRAFTER]
@@ -259,17 +278,17 @@ def has_own_drafter(flags: Mapping[str, Sequence[str]]) -> bool:
 def main() -> None:
     """Entry point of `k3-local`."""
     args, rest = parser().parse_known_args()
-    if args.port and not args.demo and not args.check and not is_free(args.port, args.host):
-        sys.stderr.write(
-            f"k3-local: port {args.port} of {args.host} is in use; "
-            f"--port {free_ports(1, args.host)[0]} is free, --port 0 takes any\n"
-        )
-        sys.exit(4)
     shows_logs = args.logs or not (args.ask or args.demo)
     on_line: OnLine | None = (lambda name, line: say(f"[{name}] {line}")) if shows_logs else None
     code = 0
     try:
         options = options_of(args, rest)
+        if options.port and not args.check and not is_free(options.port, options.host):
+            sys.stderr.write(
+                f"k3-local: port {args.port} of {args.host} is in use; "
+                f"--port {free_ports(1, args.host)[0]} is free, --port 0 takes any\n"
+            )
+            sys.exit(4)
         if args.check:
             code = check(LocalCluster(options))
         elif args.demo:

@@ -6,10 +6,11 @@ choice and the bind.
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 
-from k3.errors import K3Error
+from k3.errors import ConfigError, K3Error
 
 PORTS = range(20_000, 32_000)
 
@@ -28,11 +29,16 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether `host:port` can be bound now."""
+    """Whether `host:port` can be bound now. ConfigError where that is no matter of who else has it."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; name an IPv4 address of this machine "
+                "and a port that this user may take (1024 and above)"
+            ) from error
         return True

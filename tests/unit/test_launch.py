@@ -64,6 +64,19 @@ def test_a_flag_without_a_value_keeps_its_neighbour_apart() -> None:
     assert flags["decode"] == ["--cache-fill-nan", "--pages", "5"]
 
 
+@pytest.mark.parametrize("words", [["--decodes", "0"], ["--prefills", "0"]])
+def test_a_system_in_which_nobody_could_answer_is_refused(words: list[str]) -> None:
+    args, rest = parser().parse_known_args(words)
+    with pytest.raises(ConfigError, match="nobody could answer"):
+        options_of(args, rest)
+
+
+@pytest.mark.parametrize("words", [["--port", "65536"], ["--port", "x"], ["--decodes", "-1"]])
+def test_numbers_out_of_range_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_known_args(words)
+
+
 def test_a_stray_word_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'rows'"):
         split_flags(["--cp=2", "rows"])
@@ -99,6 +112,12 @@ def test_a_bound_port_is_not_free() -> None:
         s.bind(("127.0.0.1", 0))
         s.listen()
         assert not is_free(s.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "::1", "no such host"])
+def test_an_address_that_is_not_ours_is_refused_and_not_taken_for_one_in_use(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        is_free(8000, host)
 
 
 def test_every_instance_has_ports_of_its_own_and_the_router_knows_them() -> None:
