@@ -185,7 +185,9 @@ class LocalCluster:
         """Start the process of one member; again once the last one has ended."""
         if self._folder is None:
             raise RuntimeError("the cluster is not started")
-        env = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}
+        # UCX would listen on the other addresses of this machine, too.
+        env = {"UCX_NET_DEVICES": "lo"} | os.environ
+        env |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}
         env |= dict(self.options.env) | dict(member.env)
         if member.process is not None:
             member.process.wait(timeout=10.0)

@@ -91,6 +91,17 @@ def shared_memory(pids: list[int]) -> set[Path]:
     return found
 
 
+def addresses(pids: list[int]) -> set[str]:
+    """Addresses these processes listen on for TCP, as the kernel writes them."""
+    links = {str(fd.readlink()) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {s[1].split(":")[0] for s in sockets if s[3] == "0A" and f"socket:[{s[9]}]" in links}
+
+
 def expect_nothing_left(pids: list[int], files: set[Path], deadline_s: float) -> None:
     wait_for(
         lambda: not any(is_alive(pid) for pid in pids), deadline_s, f"all of {pids} have ended"
@@ -133,6 +144,17 @@ def test_the_readmes_examples_work_and_a_signal_ends_all_of_it(tmp_path: Path) -
         files = shared_memory(pids)
         assert local.end(signal.SIGTERM) == 0
         expect_nothing_left(pids, files, deadline_s=10.0)
+
+
+def test_nothing_listens_on_an_address_that_others_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    with running(tmp_path / "log") as local:
+        local.ready_url()
+        found = addresses(local.family())
+        assert found
+        assert {a for a in found if not a.endswith("0100007F")} == set()  # 127.0.0.1
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
