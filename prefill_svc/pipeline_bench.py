@@ -144,7 +144,7 @@ def crowded(load: Load, pp: int) -> Fairness:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags of this subcommand."""
-    p.add_argument("--stages", default="1,2,4,8", help="numbers of pipeline stages")
+    p.add_argument("--stages", default="1,2,4,8", help="numbers of stages to compare")
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
     p.add_argument("--shorts", type=int, default=16, help="short prompts beside it")
     p.add_argument("--short", type=int, default=64, help="tokens of each of them")

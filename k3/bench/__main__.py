@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -15,18 +16,39 @@ from k3.errors import ConfigError, K3Error
 PIPELINE = "prefill_svc.pipeline_bench"  # of a service, which nothing in this package imports
 
 
-def main() -> None:
-    """Entry point of `k3-bench`."""
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names values by their type and tells defaults that are not empty."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_told = action.default not in (None, "", False)
+        return super()._get_help_string(action) if is_told else action.help
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        names: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
+        return names.get(action.type, "TEXT")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every subcommand with its flags."""
     p = argparse.ArgumentParser(prog="k3-bench", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
     pipeline = importlib.import_module(PIPELINE)
     for module in (serve, step, evaluation, spec, calibrate, prefix, roofline, pipeline):
         name = module.__name__.rsplit(".", 1)[1].removesuffix("_bench")
-        sub = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
+        about = (module.__doc__ or "").partition("\n")[0]
+        sub = commands.add_parser(name, help=about, description=about, formatter_class=Help)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    args = p.parse_args()
+    return p
+
+
+def main() -> None:
+    """Entry point of `k3-bench`."""
+    args = parser().parse_args()
     try:
+        for name, value in vars(args).items():
+            if isinstance(value, Path) and not value.parent.is_dir():
+                raise ConfigError(f"--{name} {value}: there is no folder {value.parent}")
         sys.exit(args.run(args, Console()))
     except K3Error as error:
         sys.stderr.write(f"k3-bench: {error}\n")

@@ -40,12 +40,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output", type=Path, required=True, help="the calibration file to write")
     p.add_argument("--model", default="", help="model folder")
     p.add_argument("--drafter", default="draft-mla", help="drafter folder, also inside the model's")
-    p.add_argument("--draft-tokens", type=int, default=7)
+    p.add_argument("--draft-tokens", type=int, default=7, help="drafts per step")
     p.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8], help="rows to time")
     p.add_argument("--suite", default="arithmetic", help="as of k3-bench spec")
     p.add_argument("--items", type=int, default=20, help="the first N of each suite; 0 = all")
-    p.add_argument("--prompt-tokens", type=int, default=16)
-    p.add_argument("--output-tokens", type=int, default=96)
+    p.add_argument("--prompt-tokens", type=int, default=16, help="of the timed requests")
+    p.add_argument("--output-tokens", type=int, default=96, help="of the timed requests")
     p.add_argument("--timeout-s", type=float, default=600.0, help="of one answer")
 
 

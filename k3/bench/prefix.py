@@ -73,7 +73,7 @@ class Saving:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags of this subcommand."""
-    p.add_argument("--turns", type=int, default=8)
+    p.add_argument("--turns", type=int, default=8, help="questions of the conversation")
     p.add_argument("--model", default="", help="model folder")
     p.add_argument("--answer-tokens", type=int, default=64, help="longest answer of a turn")
     p.add_argument("--interval", type=int, default=0, help="cache.checkpoint_interval; 0 = preset")

@@ -63,8 +63,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=8, help="requests of a step")
     p.add_argument("--draft", type=int, default=0, help="drafts per verify group")
     p.add_argument("--accepted", type=float, default=0.0, help="drafts accepted per step, mean")
-    p.add_argument("--exchange", choices=("value", "latent", "gather"), default="value")
-    p.add_argument("--page-tokens", type=int, default=64)
+    p.add_argument(
+        "--exchange",
+        choices=("value", "latent", "gather"),
+        default="value",
+        help="parallel.exchange",
+    )
+    p.add_argument("--page-tokens", type=int, default=64, help="cache.page_tokens")
     p.add_argument("--json", type=Path, help="write the figures there")
 
 

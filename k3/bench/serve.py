@@ -17,7 +17,7 @@ from k3.bench.prompts import ChatWorkload, RandomWorkload, Workload
 from k3.bench.report import Slo, plot, summarize, table
 from k3.bench.target import add_arguments as add_target
 from k3.bench.target import server
-from k3.errors import K3Error
+from k3.errors import ConfigError, K3Error
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -26,10 +26,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--requests", type=int, default=64, help="requests in all")
     p.add_argument("--concurrency", type=int, default=8, help="most requests in flight")
     p.add_argument("--rate", type=float, default=0.0, help="arrivals per second; 0 = closed loop")
-    p.add_argument("--workload", choices=("chat", "random"), default="chat")
+    p.add_argument(
+        "--workload", choices=("chat", "random"), default="chat", help="questions, or random tokens"
+    )
     p.add_argument("--prompt-tokens", type=int, default=128, help="random workload only")
     p.add_argument("--output-tokens", type=int, default=128, help="limit (chat) or exact (random)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of workload and arrivals")
     p.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="goodput: first token within")
     p.add_argument("--slo-tpot-ms", type=float, default=100.0, help="goodput: mean time per token")
     p.add_argument("--timeout-s", type=float, default=300.0, help="of one read")
@@ -51,6 +53,11 @@ def workload(args: argparse.Namespace, url: str) -> Workload:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """0 when every request is complete, else 1."""
+    if min(args.requests, args.concurrency, args.output_tokens) < 1:
+        raise ConfigError(
+            f"--requests {args.requests} --concurrency {args.concurrency} --output-tokens {args.output_tokens}: "
+            "each must be at least 1"
+        )
     with server(args, console) as url:
         records = measure(url, workload(args, url), args, console)
     report = summarize(records, Slo(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3))

@@ -42,7 +42,9 @@ from k3.bench.step import Reading
 from k3.bench.step import read as read_steps
 from k3.bench.suites import choose, read
 from k3.cluster import LocalCluster, Options
+from k3.config.resolve import EMBEDDED_MODEL, resolve_drafter
 from k3.errors import ConfigError, K3Error
+from k3.model.digest import model_digest
 
 MODES = (PLAIN, "drafts", "blind")
 ONE_PROCESS = "one process"
@@ -72,8 +74,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--compare", action="store_true", help="also one process without a hand-over")
     p.add_argument("--model", default="", help="model folder")
     p.add_argument("--drafter", default="draft-mla", help="drafter folder, also inside the model's")
-    p.add_argument("--draft-tokens", type=int, default=7)
-    p.add_argument("--draft-window", type=int, default=0, help="0 = the longest request")
+    p.add_argument("--draft-tokens", type=int, default=7, help="drafts per step")
+    p.add_argument("--draft-window", type=int, default=0, help="tokens it reads; 0 = all")
     p.add_argument(
         "--concurrency", type=int, nargs="+", default=[1], help="most requests in flight"
     )
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"--items {args.items} --concurrency {args.concurrency} --draft-tokens {args.draft_tokens}: items must "
             "be at least 0 (0 = all), the others at least 1"
         )
+    model_digest(Path(resolve_drafter(args.drafter, args.model or str(EMBEDDED_MODEL))))
     found, load = Measured(), os.getloadavg()[0]
     for mode in MODES:
         console.print(f"{mode}: starting a local cluster")

@@ -83,10 +83,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags of this subcommand."""
     p.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="rows decoding at once")
     p.add_argument(
-        "--cp", type=_sizes, default=(1,), help="sizes of decode's context group, for example 1,2"
+        "--cp", type=_sizes, default="1", help="sizes of decode's context group, for example 1,2"
     )
-    p.add_argument("--prompt-tokens", type=int, default=16)
-    p.add_argument("--output-tokens", type=int, default=256)
+    p.add_argument("--prompt-tokens", type=int, default=16, help="of each request")
+    p.add_argument("--output-tokens", type=int, default=256, help="of each request")
     p.add_argument("--json", type=Path, help="write the figures there")
 
 
