@@ -7,12 +7,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 HERE = Path(__file__).parent
 LOGITS = 64  # positions compared of a prompt and its answer
+REPLY_S, END_S = 600.0, 10.0  # deadlines of a reply, and of a child's end
 VERSION = "0.3.36"  # the first one seen with the architecture kimi-k3
 OWN = HERE.parent / ".llama" / "bin" / "python"
 INSTALL = f"""llama.cpp is not importable by {{tried}}. It is built from source, for this comparison only (a C++
@@ -54,11 +57,16 @@ class LlamaCpp:
         self.about = self._reply()
 
     def _reply(self) -> dict[str, Any]:
+        """A child that says nothing for `REPLY_S` is killed, which ends its output."""
         assert self.child.stdout is not None, "a pipe was asked for"
+        overdue = Timer(REPLY_S, self.child.kill)
+        overdue.daemon = True
+        overdue.start()
         line = self.child.stdout.readline()
-        if not line:
+        overdue.cancel()
+        if not line.endswith("\n"):
             raise SystemExit(
-                f"{shlex.join(self.command)}: exit status {self.child.wait()}, see above; "
+                f"{shlex.join(self.command)}: exit status {self._ended()} (-9: no reply in {REPLY_S:g} s), see above; "
                 f"llama-cpp-python {VERSION} is known to work"
             )
         return json.loads(line)
@@ -88,7 +96,14 @@ class LlamaCpp:
         """The child ends when its input does."""
         assert self.child.stdin is not None, "a pipe was asked for"
         self.child.stdin.close()
-        self.child.wait()
+        self._ended()
+
+    def _ended(self) -> int:
+        """Exit status; who has not ended in `END_S` is killed."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.child.wait(END_S)
+        self.child.kill()
+        return self.child.wait()
 
 
 def interpreter(named: Path | None) -> Path:
@@ -97,7 +112,8 @@ def interpreter(named: Path | None) -> Path:
     for python in tried:
         if python.is_file():
             command = [str(python), "-c", "import llama_cpp"]
-            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=REPLY_S)
+            if done.returncode == 0:
                 return python
     print(INSTALL.format(tried=" or ".join(map(str, tried))), file=sys.stderr)
     raise SystemExit(2)

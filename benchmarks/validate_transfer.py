@@ -12,6 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from math import ceil
 from multiprocessing.connection import Connection
@@ -30,6 +31,7 @@ Say = Callable[[str], None]
 ROUNDS = 3
 EMPTY = -1
 CHUNKS, CHUNK_S = 8, 0.02
+END_S = 10.0  # of all processes
 RECORD = b"r" * 32
 KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -204,41 +206,43 @@ class Senders:
         return found
 
     def close(self) -> None:
-        """End all."""
+        """End all; who has not ended in `END_S` is killed."""
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(OSError):  # it ended before
+                pipe.send(None)
+        end = time.monotonic() + END_S
         for process in self._processes:
-            process.join(10.0)
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
+            process.join(END_S)
 
 
 def rates(device: str, n_devices: int, n_bytes: int) -> Iterator[Rate]:
     """Every case that is not only there to be slow."""
-    senders = Senders(device, n_devices, n_bytes)
-    for case in CASES:
-        n = n_bytes // n_devices // case.piece
-        if not case.bar or not n:
-            continue
-        sent = (n_devices - 1) * n * case.piece
-        whole = [senders.do(Order(case, seed, 1)) for seed in range(1 + ROUNDS)][1:]
-        spans = [statistics.median(times) for times in zip(*_first(whole), strict=True)]
-        late = [senders.do(Order(case, seed, CHUNKS)) for seed in range(ROUNDS)]
-        tail_s = max(statistics.median(times) for times in zip(*_second(late), strict=True))
-        slowest, mean = sent / max(spans) / 1e9, sent / statistics.mean(spans) / 1e9
-        last = ceil(ceil(n / case.per_handle) / CHUNKS) * case.per_handle
-        floor_s = (n_devices - 1) * min(n, last) * case.piece / (slowest * 1e9)
-        yield Rate(
-            case.name,
-            n_devices,
-            n * case.piece,
-            slowest,
-            mean,
-            tail_s,
-            floor_s,
-            case.bar,
-            senders.are_right(case),
-        )
-    senders.close()
+    with closing(Senders(device, n_devices, n_bytes)) as senders:
+        for case in CASES:
+            n = n_bytes // n_devices // case.piece
+            if not case.bar or not n:
+                continue
+            sent = (n_devices - 1) * n * case.piece
+            whole = [senders.do(Order(case, seed, 1)) for seed in range(1 + ROUNDS)][1:]
+            spans = [statistics.median(times) for times in zip(*_first(whole), strict=True)]
+            late = [senders.do(Order(case, seed, CHUNKS)) for seed in range(ROUNDS)]
+            tail_s = max(statistics.median(times) for times in zip(*_second(late), strict=True))
+            slowest, mean = sent / max(spans) / 1e9, sent / statistics.mean(spans) / 1e9
+            last = ceil(ceil(n / case.per_handle) / CHUNKS) * case.per_handle
+            floor_s = (n_devices - 1) * min(n, last) * case.piece / (slowest * 1e9)
+            yield Rate(
+                case.name,
+                n_devices,
+                n * case.piece,
+                slowest,
+                mean,
+                tail_s,
+                floor_s,
+                case.bar,
+                senders.are_right(case),
+            )
 
 
 def _first(rounds: list[list[tuple[float, float]]]) -> list[list[float]]:
