@@ -299,7 +299,11 @@ class TelemetryConfig:
 class EngineConfig:
     """Configuration of `k3-prefill` and `k3-decode`."""
 
-    role: str = key("", "set by the command", choices=("", "prefill", "decode", "both"))
+    role: str = key(
+        "",
+        "empty = that of the command; both: decode computes prompts itself",
+        choices=("", "prefill", "decode", "both"),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

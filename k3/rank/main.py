@@ -142,9 +142,8 @@ def _serve(
         listener=arguments.rendezvous_fd,
     )
     ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)
-    log.info(
-        "kernels chosen", extra=asdict(ops.chosen) | {"collectives": type(groups.shard).__name__}
-    )
+    chosen = asdict(ops.chosen) | {"collectives": type(groups.shard).__name__}
+    log.info("kernels chosen: %s", " ".join(f"{part}={name}" for part, name in chosen.items()))
     stage = open_stage(
         Path(config.model.path),
         place,
