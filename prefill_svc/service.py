@@ -27,7 +27,7 @@ log = logging.getLogger("k3.prefill")
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 FIRST_MESSAGE_TIMEOUT_S = 10.0
-ENDING_TIMEOUT_S = 5.0  # for a client to half-close; a slower one may lose the status of its call
+ENDING_TIMEOUT_S = 5.0
 MAX_QUIESCE_IDS = 65536
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,8 +36,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """One per process; all state is the engine's."""
 
-    def __init__(self, engine: PrefillEngine) -> None:
+    def __init__(self, engine: PrefillEngine, ending_timeout_s: float = ENDING_TIMEOUT_S) -> None:
+        """ending_timeout_s: for a client to half-close; a slower one may lose the status of its call."""
         self._engine = engine
+        self._ending_timeout_s = ending_timeout_s
 
     async def Connect(
         self, request: prefill_pb2.ConnectRequest, context: Context
@@ -75,7 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             async for response in stream:
                 await context.write(response)
             await context.write(prefill_pb2.PrefillResponse(ending=prefill_pb2.Ending()))
-            await asyncio.wait([reader], timeout=ENDING_TIMEOUT_S)
+            await asyncio.wait([reader], timeout=self._ending_timeout_s)
         finally:
             reader.cancel()
             life.handoff.lost(export)

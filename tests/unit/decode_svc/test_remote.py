@@ -14,7 +14,7 @@ import pytest
 from decode_svc.intake.remote import OUTGOING_LIMIT, RemotePrefill
 from decode_svc.intake.source import Ended, Heard, Pair, PrefillLost, Proof
 from k3.config.tree import ServeConfig
-from k3.errors import LayoutMismatch, QueueFull, ReconnectRequired, RequestAborted
+from k3.errors import LayoutMismatch, QueueFull, ReconnectRequired, RequestAborted, Unavailable
 from k3.rpc import server as rpc_server
 from k3.rpc.client import ChannelPool
 from k3.v1 import prefill_pb2, prefill_pb2_grpc
@@ -205,6 +205,61 @@ async def test_the_end_of_a_call_is_heard_whatever_was_said_meanwhile(
 
     random = Random(1)
     await with_peer(story, PrefillServicer(Handoff()))  # type: ignore[arg-type]
+
+
+async def test_calls_that_a_stopping_server_ends_are_told_why() -> None:
+    """What a drained prefill instance does: all calls end in its own words while the server goes down."""
+    streams: list[ResponseStream] = []
+
+    def open_(start: prefill_pb2.Start, stream: ResponseStream) -> tuple[Any, object]:
+        streams.append(stream)
+        stream.send(prefill_pb2.PrefillResponse(accepted=prefill_pb2.Accepted()))
+        nothing = SimpleNamespace(receive=lambda *_: None, lost=lambda _: None)
+        return SimpleNamespace(handoff=nothing), object()
+
+    async def story(peer: Peer) -> None:
+        calls = [peer.remote.open(peer.pair, peer.inbox.put_nowait) for _ in range(6)]
+        for call in calls:
+            await call.send(start())
+            assert isinstance(await peer.next(), Heard)
+        for stream in streams:
+            stream.finish(Unavailable("ends its requests", code="draining"))
+        stopping = asyncio.create_task(peer.server.stop(5.0))
+        for _ in calls:
+            ended = await peer.next()
+            assert isinstance(ended, Ended)
+            assert isinstance(ended.error, Unavailable)
+            assert ended.error.code == "draining"
+        await stopping
+
+    engine = SimpleNamespace(open=open_)
+    await with_peer(story, PrefillServicer(engine))  # type: ignore[arg-type]
+
+
+async def test_a_call_that_is_cancelled_when_it_ends_is_told_once() -> None:
+    """The cancellation meets `Ending` at any point of the call's end."""
+
+    def open_(start: prefill_pb2.Start, stream: ResponseStream) -> tuple[Any, object]:
+        stream.send(prefill_pb2.PrefillResponse(accepted=prefill_pb2.Accepted()))
+        stream.finish(QueueFull("no room", code="reserve_wait"))
+        nothing = SimpleNamespace(receive=lambda *_: None, lost=lambda _: None)
+        return SimpleNamespace(handoff=nothing), object()
+
+    async def story(peer: Peer) -> None:
+        for i in range(60):
+            call = peer.remote.open(peer.pair, peer.inbox.put_nowait)
+            await call.send(start())
+            assert isinstance(await peer.next(), Heard)
+            await asyncio.sleep(1e-4 * (i % 20))
+            call.cancel()
+            ended = await peer.next()
+            assert isinstance(ended, Ended)
+            assert isinstance(ended.error, QueueFull | RequestAborted), f"call {i}: {ended.error!r}"
+        await peer.server.stop(60.0)  # returns once no handler runs
+        assert peer.inbox.empty()
+
+    engine = SimpleNamespace(open=open_)
+    await with_peer(story, PrefillServicer(engine))  # type: ignore[arg-type]
 
 
 async def test_a_server_that_goes_down_is_lost() -> None:
