@@ -118,6 +118,7 @@ def lag_behind(state: plan_pb2.RowState) -> None:
     state.base -= max(0, state.read_column)
 
 
+@pytest.mark.dspark
 @pytest.mark.parametrize("spoil", [keep_rejected, forget_drafts, lag_behind])
 def test_a_stage_without_counts_drafts_or_base_of_the_last_one_shows(
     spoil: Spoil, truth, tmp_path
@@ -167,6 +168,7 @@ def test_steps_over_stages_are_not_recorded() -> None:
         )
 
 
+@pytest.mark.dspark
 @pytest.mark.parametrize("drafter", ["mla", "gqa"], indirect=True)
 def test_drafts_are_accepted_as_often_as_on_one_stage(drafter, asks) -> None:
     """Nobody leaves here, so both run the same groups; the first drafts come from the rows prefill handed over."""

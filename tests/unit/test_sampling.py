@@ -129,6 +129,7 @@ def test_a_row_draws_the_same_token_in_every_batch() -> None:
     assert mixed == [together[i] for i in order]
 
 
+@pytest.mark.dspark
 def test_a_group_draws_what_single_steps_would() -> None:
     """Speculation changes nothing: row j of a group uses the number of its own position."""
     row, values = RowSampling(SamplingParams(seed=5, top_p=0.9)), logits(4, seed=2)
@@ -249,6 +250,7 @@ def test_penalties_without_counts_are_a_bug_that_shows() -> None:
         sample(logits(1), [row], [1], [None])
 
 
+@pytest.mark.dspark
 def test_a_group_is_edited_as_its_tokens_would_be_one_by_one() -> None:
     """Row j sees the drafts before it as generated; a request without edits in the batch is left bit for bit alone."""
     params = SamplingParams(
@@ -324,6 +326,7 @@ def test_probabilities_are_what_is_drawn_from() -> None:
 # ------------------------------------------------------------------ acceptance
 
 
+@pytest.mark.dspark
 @pytest.mark.parametrize(
     ("drawn", "drafts", "n_drafts", "accepted"),
     [
@@ -341,6 +344,7 @@ def test_drafts_are_accepted_while_they_match(
     assert found.tolist() == [accepted]
 
 
+@pytest.mark.dspark
 def test_without_drafts_nothing_is_accepted() -> None:
     empty = torch.zeros(3, 0, dtype=torch.int64)
     assert accept(torch.ones(3, 1), empty, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]

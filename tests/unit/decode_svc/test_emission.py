@@ -41,6 +41,7 @@ def test_stop_conditions(
     assert keep(params, n_before, events(*ids)) == kept
 
 
+@pytest.mark.dspark
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 12), st.data())
 def test_any_grouping_keeps_the_same_tokens(
     ids: list[int], limit: int, data: st.DataObject

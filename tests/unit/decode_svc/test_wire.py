@@ -73,6 +73,7 @@ def opened(**changes: object) -> plan_pb2.OpenRow:
     return wire.open_row(request)
 
 
+@pytest.mark.dspark
 def test_an_opened_row_carries_the_anchor_and_its_memory() -> None:
     row = opened()
     assert (row.row, row.epoch, row.base, row.anchor, row.state_slot) == (1, 4, 5, 9, 2)
@@ -80,6 +81,7 @@ def test_an_opened_row_carries_the_anchor_and_its_memory() -> None:
     assert list(row.prompt_ids) == []
 
 
+@pytest.mark.dspark
 def test_penalties_get_the_tokens_they_count_and_drafts_as_others_do() -> None:
     penalised = common_pb2.SamplingParams(temperature=0, top_p=1, repetition_penalty=1.2)
     row = opened(sampling=penalised, output_prefix_len=1)
@@ -88,6 +90,7 @@ def test_penalties_get_the_tokens_they_count_and_drafts_as_others_do() -> None:
     assert row.draft_len == 3
 
 
+@pytest.mark.dspark
 def test_events_become_responses_and_faults_errors() -> None:
     error = Unavailable("gone")
     assert wire.response(Failed(error)) is error

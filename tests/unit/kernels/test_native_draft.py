@@ -16,7 +16,10 @@ from tests.compare import assert_close
 from tests.draft_rings import World
 from tests.drafters import random_drafter
 
-pytestmark = pytest.mark.skipif(not library.is_built(), reason="no C++ compiler at install")
+pytestmark = [
+    pytest.mark.dspark,
+    pytest.mark.skipif(not library.is_built(), reason="no C++ compiler at install"),
+]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-4)])

@@ -121,6 +121,7 @@ async def test_streamed_and_whole_text_are_equal(router: RunningRouter) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.dspark
 async def test_a_stop_string_ends_the_request_and_cancels_decode(router: RunningRouter) -> None:
     tokens = router.ids("one two END three")
     router.decode.script = [*one_by_one(tokens), "hold"]

@@ -20,6 +20,8 @@ from training.drafter import (
 from training.rollouts import Acceptance, pooled
 from training.train_drafter import draft_config
 
+pytestmark = pytest.mark.dspark
+
 GOLDEN = Path(__file__).parents[2] / "golden/dspark"
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 

@@ -147,6 +147,7 @@ def test_r20_the_default_ledger_is_the_global_one() -> None:
     assert Deployment.of(spread, "d").scheduler().ledger == Ledger(4, 2)
 
 
+@pytest.mark.dspark
 def test_r21_a_step_of_one_token_follows_an_accepted_group_at_the_right_place() -> None:
     rank = Rank(Ledger(4, 2), 0, drafts=2)
     rank.open(1, 10)

@@ -81,6 +81,7 @@ def test_what_no_setting_can_say_is_refused_as_unknown_wherever_it_is_written(
     assert {p.code for p in line.problems} == {"UNKNOWN_FLAG"}
 
 
+@pytest.mark.dspark
 def test_f1_only_a_drafter_of_this_family_speculates(tmp_path: Path) -> None:
     for path in (EMBEDDED_MODEL / "draft-mla").iterdir():
         shutil.copy(path, tmp_path / path.name)
@@ -91,6 +92,7 @@ def test_f1_only_a_drafter_of_this_family_speculates(tmp_path: Path) -> None:
     assert codes(flags) == {"DRAFTER"}
 
 
+@pytest.mark.dspark
 def test_f5_f15_a_group_keeps_its_width_on_a_spread_ledger() -> None:
     drafting = HELIX | {"spec.draft_tokens": "3", "spec.drafter": "draft-mla"}
     assert codes(drafting) == set()
@@ -98,6 +100,7 @@ def test_f5_f15_a_group_keeps_its_width_on_a_spread_ledger() -> None:
     assert "CONFIDENCE_HELIX" in codes(drafting | {"spec.draft_schedule": "confidence"})
 
 
+@pytest.mark.dspark
 def test_f2_a_drafter_inside_the_target_is_refused() -> None:
     flags = HELIX | {"spec.draft_tokens": "3", "spec.drafter": str(EMBEDDED_MODEL)}
     assert codes(flags) == {"DRAFTER"}

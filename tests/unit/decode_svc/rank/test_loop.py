@@ -193,6 +193,7 @@ def test_a_front_that_is_gone_ends_the_rank(stage: Stage) -> None:
         loop.run(context(stage, Plans([])))
 
 
+@pytest.mark.dspark
 def test_drafts_are_checked_once(stage: Stage) -> None:
     """Rows whose newest drafts were checked, or that never got any, check none, whatever the plan says."""
     rank = loop.DecodeRank(context(stage, Plans([]), spec=SpecConfig(draft_tokens=2)))
@@ -210,6 +211,7 @@ def test_drafts_are_checked_once(stage: Stage) -> None:
     assert checked == [0, 0, 1, 2, 0, 2]
 
 
+@pytest.mark.dspark
 @pytest.mark.parametrize(("acceptance", "keeps"), [("match", False), ("block", True)])
 def test_a_rule_that_weighs_drafts_keeps_what_they_were_drawn_from(
     stage: Stage, acceptance: str, keeps: bool

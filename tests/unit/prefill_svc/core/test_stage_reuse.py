@@ -32,7 +32,7 @@ from prefill_svc.core.stage import ChunkStage, FirstToken, StageChunk
 from tests.drafters import random_drafter
 from tests.model_runner import CPU, OPS
 
-pytestmark = pytest.mark.prefill
+pytestmark = [pytest.mark.prefill, pytest.mark.dspark]
 
 NANO = Path(__file__).parents[3] / "golden" / "k3"
 P, N_PAGES = 8, 20

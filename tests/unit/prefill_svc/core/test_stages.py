@@ -214,6 +214,7 @@ def test_a_bank_that_is_dropped_shows_in_the_states_after_the_boundary(
     assert not torch.equal(spoilt.states[last].nan_to_num(), whole.states[last].nan_to_num())
 
 
+@pytest.mark.dspark
 def test_taps_in_another_order_show_in_the_draft_rows_alone(drafter: Path, whole: Ran) -> None:
     spoilt, written = run(Mesh(2), drafter, shift_taps), ~whole.draft.isnan()
     assert not torch.equal(spoilt.draft[written], whole.draft[written])
