@@ -115,7 +115,10 @@ class Peer:
 
 
 class Call:
-    """One `Prefill` stream. A task of its own reads and echoes heartbeats, as decode does: a test may take its time."""
+    """One `Prefill` stream. A task of its own reads and echoes heartbeats, as decode does: a test may take its time.
+
+    As decode does, it says nothing between its first message and the first answer, and nothing after `Ending`.
+    """
 
     def __init__(self, stub: prefill_pb2_grpc.PrefillServiceStub) -> None:
         self._call = stub.Prefill()
@@ -124,14 +127,17 @@ class Call:
         self._n_taken = 0
         self._error: grpc.aio.AioRpcError | None = None
         self.seen: list[prefill_pb2.PrefillResponse] = []
-        self.does_echo = True
+        self.does_echo = self.does_half_close = True
+        self._has_begun = False
+        self._is_answered = asyncio.Event()
         self._is_ending = False
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
-                if response.HasField("ending"):
+                self._is_answered.set()
+                if response.HasField("ending") and self.does_half_close:
                     async with self._writing:
                         self._is_ending = True
                         await self._call.done_writing()
@@ -143,6 +149,7 @@ class Call:
         except grpc.aio.AioRpcError as error:
             self._error = error
         finally:
+            self._is_answered.set()
             self._arrived.set()
 
     async def _echo(self, seq: int) -> None:
@@ -152,6 +159,9 @@ class Call:
 
     async def say(self, **message: object) -> None:
         async with self._writing:
+            if self._has_begun:
+                await self._is_answered.wait()
+            self._has_begun = True
             if not self._is_ending:
                 await self._call.write(prefill_pb2.PrefillRequest(**message))  # type: ignore[arg-type]
 

@@ -257,6 +257,20 @@ async def test_a_silent_peer_is_fenced(service: Service, peer: Peer) -> None:
     assert call.seen[-1].HasField("quiesced")
 
 
+async def test_a_call_that_is_never_half_closed_holds_no_memory(
+    service: Service, peer: Peer
+) -> None:
+    call = Call(service.stub)
+    call.does_half_close = False
+    await call.say(start=peer.start([5, 6, 7]))
+    await call.say(destination=peer.destination([0], state_slot=0))
+    await call.next("committed")
+    await call.say(received=prefill_pb2.Received(generation=1))
+    await call.next("ending")
+    assert await service.is_at_baseline()
+    call.cancel()
+
+
 async def test_prompt_logprobs_arrive_for_every_token(
     service: Service, peer: Peer, cases: dict[str, Tensor]
 ) -> None:
