@@ -37,13 +37,25 @@ def test_a_calibration_explains_the_times_that_factors_made(module: Any) -> None
     fits = module("validate_fit")
     model = module("validate_model").stand_in("cuda", 12)
     features = [fits.by_part(model, p) for p in points(module)]
-    truth = dict.fromkeys(features[0], 2.0) | {"message": 30.0, "step": 0.7}
-    measured = [sum(truth[name] * value for name, value in row.items()) for row in features]
+    truth = dict.fromkeys(features[0], 2.0) | {"message": 30.0, "token": 3.0, "step": 0.7}
+    attention = ("attention bytes", "attention operations")
+    measured = [
+        sum(truth[name] * value for name, value in row.items() if name not in attention)
+        + max(truth[name] * row[name] for name in attention)
+        for row in features
+    ]
 
     found = fits.fit(features, measured)
 
     assert max(map(abs, found.errors)) < 0.02
     assert max(map(abs, found.held_out)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "rows, whole", [(1, 16), (12, 16), (48, 64), (96, 128), (129, 256), (768, 768)]
+)
+def test_query_rows_fill_tiles(module: Any, rows: int, whole: int) -> None:
+    assert module("validate_fit").tiled(rows) == whole
 
 
 def test_a_factor_is_never_negative(module: Any) -> None:
