@@ -82,7 +82,7 @@ class Cost:
 
 FIGURES = (
     "suite", "mode", "in flight", "items", "tokens/s", "gain", "decode tokens/s", "decode gain", "tokens/step",
-    "answers",
+    "% at 1, 2 ..", "answers",
 )  # fmt: skip
 COSTS = ("mode", "in flight", "steps", "step ms", "verify ms", "judge + draft ms", "share")
 
@@ -125,6 +125,12 @@ def _shown(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def _by_position(acceptance: Acceptance | None) -> str:
+    """Share of steps that accept the draft at each position and all before it, in percent."""
+    shares = () if acceptance is None else acceptance.by_position
+    return " ".join(f"{100 * share:.0f}" for share in shares) or "-"
+
+
 def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
     """Cells of `FIGURES`, sums included."""
     everything = with_totals(figures)
@@ -141,6 +147,7 @@ def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
                 _shown(f.decode_tokens_per_s, 1),
                 _shown(decode_gain(f, everything), 2),
                 "-" if f.acceptance is None else f"{f.acceptance.length:.3f}",
+                _by_position(f.acceptance),
                 f"{f.n_different} DIFFER" if f.n_different else "equal",
             ]
         )
@@ -193,7 +200,8 @@ def as_json(
         }
         if f.acceptance is not None:
             derived["length"] = f.acceptance.length
-        suites.append(asdict(f) | derived)
+        shares = () if f.acceptance is None else f.acceptance.by_position
+        suites.append(asdict(f) | derived | {"by_position": shares})
     return {"settings": dict(facts), "figures": suites, "steps": [asdict(c) for c in costs]}
 
 
