@@ -32,7 +32,7 @@ class LeastLoadedDecode:
     @staticmethod
     def _score(view: InstanceView) -> tuple[float, int, str]:
         used = (view.pages_total - view.pages_free) / max(view.pages_total, 1)
-        rows = max(view.running, view.in_flight) / max(view.max_rows, 1)
+        rows = _n_requests(view) / max(view.max_rows, 1)
         return used + rows, view.in_flight, view.instance_id
 
 
@@ -56,14 +56,21 @@ class CacheAware:
 
 
 class CacheAwareDecode:
-    """The same among instances that compute their own prompts; `other` decides between equals."""
+    """The same among instances that compute their own prompts, times the requests that wait through it.
+
+    While a prompt is computed the others there wait too: those tokens are delay for each of them. `other` decides
+    between equals.
+    """
 
     def __init__(self, other: Policy) -> None:
         self._other = other
 
     def order(self, views: Sequence[InstanceView], need: Need) -> list[InstanceView]:
         """Cheapest first."""
-        return sorted(self._other.order(views, need), key=lambda view: _tokens_left(view, need))
+        return sorted(
+            self._other.order(views, need),
+            key=lambda view: _tokens_left(view, need) * (1 + _n_requests(view)),
+        )
 
 
 class PowerOfTwo:
@@ -171,6 +178,10 @@ def make_rules(
 
 def _tokens_left(view: InstanceView, need: Need) -> int:
     return max(need.prompt_len - view.usable_tokens, 0) + view.waiting_tokens
+
+
+def _n_requests(view: InstanceView) -> int:
+    return max(view.running, view.in_flight)
 
 
 def _waiting(view: InstanceView) -> tuple[int, int, str]:

@@ -53,12 +53,14 @@ def test_a_tie_goes_to_fewer_in_flight() -> None:
 @pytest.mark.parametrize(
     ("usable", "waiting", "running", "expected"),
     [
-        ((0, 64), (0, 0), (0, 3), "p1"),
-        ((0, 64), (0, 65), (0, 3), "p0"),
-        ((0, 0), (7, 7), (3, 0), "p1"),  # nothing to choose between them: the less loaded one
+        ((0, 64), (0, 0), (0, 1), "p1"),  # two wait for 36 tokens, one would wait for 100
+        ((0, 64), (0, 0), (0, 3), "p0"),  # four would wait
+        ((0, 64), (0, 65), (0, 0), "p0"),
+        ((0, 0), (7, 7), (3, 0), "p1"),
+        ((200, 100), (0, 0), (3, 0), "p1"),  # nothing to compute at either: the less loaded one
     ],
 )
-def test_decode_that_computes_prompts_is_chosen_by_its_cache_and_then_by_its_load(
+def test_decode_that_computes_prompts_is_chosen_by_the_delay_of_all_that_are_there(
     usable: tuple[int, int], waiting: tuple[int, int], running: tuple[int, int], expected: str
 ) -> None:
     views = [
@@ -67,6 +69,25 @@ def test_decode_that_computes_prompts_is_chosen_by_its_cache_and_then_by_its_loa
     ]
     policy = decode_policies(random.Random(RNG_SEED))["cache_aware"]
     assert policy.order(views, need())[0].instance_id == expected
+
+
+def test_prompts_with_one_long_beginning_spread_over_decode_instances() -> None:
+    """The first ones meet at one instance; it is not left to fill up while others are empty."""
+    policy = decode_policies(random.Random(RNG_SEED))["cache_aware"]
+    running = dict.fromkeys((view.instance_id for view in MANY[:4]), 0)
+    for n in range(60):
+        views = [
+            replace(
+                view,
+                usable_tokens=90 if running[view.instance_id] else 0,
+                running=running[view.instance_id],
+                max_rows=60,
+            )
+            for view in MANY[:4]
+        ]
+        running[policy.order(views, need())[0].instance_id] += 1
+        assert n >= 9 or list(running.values()).count(0) == 3
+    assert set(running.values()) == {15}
 
 
 @pytest.mark.parametrize("policy", sorted(prefill_policies(random.Random(0))))
