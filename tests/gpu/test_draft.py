@@ -88,6 +88,20 @@ def test_drafts_are_the_best_from_left_to_right(vocabulary: int, rank: int, n_ro
         assert_close(chosen, value_BV.amax(1), 1e-3, f"slot {i}")
 
 
+def test_logits_may_lie_further_apart_than_32_bits_count() -> None:
+    """Many rows of a large vocabulary: 3 rows of a tensor of 9 GB, of which little is touched."""
+    torch.manual_seed(1)
+    near = torch.randn(3, 2, 333, device="cuda")
+    row = 2**30 + 8
+    far = torch.empty(2 * row + near[0].numel(), device="cuda").as_strided(
+        near.shape, (row, 333, 1)
+    )
+    table, out = (torch.randn(333, 5, device="cuda") for _ in range(2))
+    ops, anchor_B = TritonDense(), on_card(1, 2, 3)
+    head = ops.draft_tokens(DraftHead(table, ops.projection(out)))
+    assert torch.equal(head(far.copy_(near), anchor_B), head(near, anchor_B))
+
+
 @pytest.mark.parametrize("vocabulary", [4096, 163840, 333])
 def test_groups_are_judged_as_torch_does(vocabulary: int) -> None:
     torch.manual_seed(vocabulary)

@@ -52,7 +52,8 @@ def _slot(
     inside = token < vocabulary
     at = token.to(tl.int64)[:, None] * RANK + r[None, :]
     weight = tl.load(out_ptr + at, mask=inside[:, None] & (r < RANK)[None, :], other=0.0)
-    for row in range(n_rows):
+    for each in range(n_rows):
+        row = tl.cast(each, tl.int64)  # logits may be more than 2^31
         if FIRST:
             previous = tl.load(anchor_ptr + row)
         else:
