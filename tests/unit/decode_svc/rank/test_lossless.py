@@ -8,6 +8,8 @@ passes always. A right engine fails with a probability below 1e-4.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from k3.model.dspark_spec import DraftSpec
 from k3.model.k3 import Stage
 from k3.model.spec import K3Spec
 from k3.rpc.convert import sampling_to_proto, stop_to_proto
-from k3.sampling import Recipe, RowSampling
+from k3.sampling import Params, Purpose, Recipe, RowSampling
 from k3.types import SamplingParams, StopParams
 from k3.v1 import plan_pb2
 from tests.drafters import LocalEngine, random_drafter
@@ -153,3 +155,49 @@ def test_rollouts_have_the_law_of_the_target(
     assert p_value > 1e-4, (chi2, len(cells), p_value)
     mean = sum(rollouts.accepted) / len(rollouts.accepted)
     assert 0.3 < mean < DRAFTS - 0.3, f"{mean}: drafts that are always kept or never prove nothing"
+
+
+Number = tuple[int, int, Purpose, int | None]  # seed, position, purpose, slot
+
+
+def watched(params: Params, used: Counter[Number]) -> Params:
+    """The same numbers of the same requests; `used` counts each one that is asked for."""
+
+    class Watched(Params):
+        __slots__ = ()
+
+        def select(self, rows_B: Tensor) -> Params:
+            found = Params.select(self, rows_B)
+            return Watched(found.reals, found.whole)
+
+        def uniform(
+            self, position_BG: Tensor, purpose: Purpose, slot_G: Tensor | None = None
+        ) -> Tensor:
+            slots = [None] * position_BG.shape[1] if slot_G is None else slot_G.tolist()
+            for seed, positions in zip(
+                self.whole[:, 0].tolist(), position_BG.tolist(), strict=True
+            ):
+                used.update((seed, p, purpose, s) for p, s in zip(positions, slots, strict=True))
+            return Params.uniform(self, position_BG, purpose, slot_G)
+
+    return Watched(params.reals, params.whole)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_no_random_number_is_used_twice(stage: Stage, drafter: Path, rule: str) -> None:
+    """A position is drafted and judged again after a rejection, by a group of another base."""
+    n = 4
+    engine = LocalEngine(
+        stage, n, 24, drafter=drafter, draft_tokens=DRAFTS, window=8, acceptance=rule
+    )
+    used: Counter[Number] = Counter()
+    engine.table.params = watched(engine.table.params, used)
+    how = [replace(PARAMS, seed=1 + i) for i in range(n)]
+    answers = engine.generate([PROMPT] * n, 12, how)
+    assert [number for number, times in used.items() if times > 1] == []
+    steps = sum(len(answer.accepted) for answer in answers)
+    judged = Counter(purpose for _seed, _position, purpose, _slot in used)
+    assert judged[Purpose.ACCEPT] == DRAFTS * steps
+    assert judged[Purpose.RESIDUAL] == steps
+    assert judged[Purpose.DRAFT] == DRAFTS * (steps + n)
+    assert min(min(answer.accepted) for answer in answers) < DRAFTS - 1, "no position came twice"
