@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ from tests.compare import assert_close
 pytestmark = pytest.mark.skipif(not library.is_built(), reason="no C++ compiler at install")
 CPU = torch.device("cpu")
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 2e-5)]
+OLDER = """
+import sys
+import pytest
+from k3_kernels.cpu import library
+
+library.variant = lambda: "x86-64-v3"
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -76,6 +85,22 @@ def test_a_library_of_other_sources_is_refused_with_the_remedy(tmp_path: Path) -
     subprocess.run(compile_, check=True, timeout=60)
     with pytest.raises(library.LibraryError, match=r"from other sources than are here; build it"):
         library.load(file)
+
+
+@pytest.mark.skipif(library.variant() != "x86-64-v4", reason="the older library is tested as it is")
+def test_the_library_of_older_cpus_passes_the_same_tests() -> None:
+    """In a process of its own, which takes this CPU for one without AVX-512."""
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("test_native*.py")), here / "test_draft_ops.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER, "-qx", "-p", "no:cacheprovider", "-k", "native", *files],
+        cwd=here.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_a_projection_of_another_dtype_or_width_is_refused_as_by_torch() -> None:
