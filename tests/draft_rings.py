@@ -86,7 +86,7 @@ class World:
     ) -> Tensor:
         """Finished slots of blocks, over the ring or over what was read. bound: of bases, if not the largest."""
         bound = bound or int(base_B.max())
-        if self.drafter.reads_rings:
+        if self.drafter.reads_rings(len(slot_B)):
             view = DraftView(self.place(slot_B), slot_B, start_B, base_B, bound)
             return self.drafter.hidden_over(view, anchor_B)
         context = self.ring.read(slot_B, start_B, base_B, bound)

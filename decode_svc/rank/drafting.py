@@ -51,7 +51,7 @@ class Drafting:
         is_drawn = table.proposal_RKV is not None and flavour.sampled
         choose = self._drawing(rows_B, base_B, flavour) if is_drawn else None
         drafter = self._drafter
-        if drafter.reads_rings:
+        if drafter.reads_rings(len(rows_B)):
             view = DraftView(self._place, slot_B, start_B, base_B, max_base)
             hidden_BKD = drafter.hidden_over(view, anchor_B)
         else:

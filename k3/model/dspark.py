@@ -251,11 +251,10 @@ class Drafter:
             x = layer(x, turn_BK, rows)
         return self.ops.rms_norm(x, self.norm, self.spec.eps)
 
-    @property
-    def reads_rings(self) -> bool:
-        """Whether `hidden_over` may be called."""
+    def reads_rings(self, n_rows: int) -> bool:
+        """Whether `hidden_over` is called for so many blocks."""
         rings = (layer.ring for layer in self.layers)
-        return all(ring is not None and self.block <= ring.most_slots for ring in rings)
+        return all(ring is not None and ring.takes(n_rows, self.block) for ring in rings)
 
     @torch.no_grad()
     def hidden_over(self, view: drafts.DraftView, anchor_B: Tensor) -> Tensor:

@@ -156,9 +156,11 @@ class DeriveTables(Protocol):
 
 
 class RingBlock(Protocol):
-    """A drafter's layer over its ring. most_slots: of a block."""
+    """A drafter's layer over its ring."""
 
-    most_slots: int
+    def takes(self, n_rows: int, n_slots: int) -> bool:
+        """Whether it is for calls of so many blocks of so many slots; others are computed part by part."""
+        ...
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
         """[B, K, D] -> the residual after layer `index`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k3_kernels.cpu import blocks, library
 from k3_kernels.cpu.calls import pair, rows
-from k3_kernels.cpu.dense import NativeDense
+from k3_kernels.cpu.dense import NativeDense, most_tokens
 from k3_kernels.cpu.layer_ops import are_packed, packed
 from k3_kernels.drafts import (
     Accepted,
@@ -164,8 +164,6 @@ class Ring:
 class NativeRingBlock:
     """`drafts.RingBlock`."""
 
-    most_slots = 1 << 62
-
     def __init__(self, layer: DraftLayer, rotation: DraftRotation) -> None:
         """Raises LibraryError."""
         up, nope = layer.kv_up_HEC, layer.nope
@@ -183,10 +181,14 @@ class NativeRingBlock:
             *(up.stride(0), layer.is_interleaved, layer.scale, layer.eps, rotation.amplitude),
         )
         self._kept, self._dtype = (layer, rotation), up.dtype
-        self._size = layer.input_norm.shape[0]
+        self._size, self._most_tokens = layer.input_norm.shape[0], most_tokens()
         self._call = pair("k3_draft_block")[up.dtype]
         self._ring = Ring(up.dtype)
         _check(up.dtype, frequencies=rotation.frequencies)
+
+    def takes(self, n_rows: int, n_slots: int) -> bool:
+        """As other blocks, while the packed product is the faster one."""
+        return n_rows * n_slots <= self._most_tokens
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
         """[B, K, D]."""

@@ -214,8 +214,6 @@ def _tile(width: int) -> int:
 class TritonDraftBlock:
     """`drafts.RingBlock`: eight launches."""
 
-    most_slots = SLOTS
-
     def __init__(self, layer: DraftLayer, rotation: DraftRotation) -> None:
         assert fits(layer), "a layer of this size is computed part by part"
         self._layer, self._rotation = layer, rotation
@@ -245,6 +243,10 @@ class TritonDraftBlock:
             "num_warps": 8,
             "num_stages": 2,
         }
+
+    def takes(self, n_rows: int, n_slots: int) -> bool:
+        """Any number of rows."""
+        return n_slots <= SLOTS
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
         """[B, K, D]."""

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from k3_kernels.drafts import Accepted, DraftPlace, DraftRotation, DraftView, HeadContext, HeadLayer
 from k3_kernels.triton import norm
-from k3_kernels.triton.draft_attend import KEYS, LOG2_E, swiglu
+from k3_kernels.triton.draft_attend import KEYS, LOG2_E, SLOTS, swiglu
 from k3_kernels.triton.draft_parts import FLOOR, Parts, finished, n_parts, share
 from k3_kernels.triton.draft_rows import turned
 from k3_kernels.triton.products import weight_of
@@ -264,12 +264,14 @@ def fits(layer: HeadLayer) -> bool:
 class TritonHeadBlock:
     """`drafts.RingBlock`: seven launches."""
 
-    most_slots = 16  # the tile of a key head's queries grows with them
-
     def __init__(self, layer: HeadLayer, rotation: DraftRotation) -> None:
         self._layer, self._rotation = layer, rotation
         self._entry = torch.cat([weight_of(x) for x in (layer.query, layer.key, layer.value)])
         self._out, self._down = weight_of(layer.out), weight_of(layer.down)
+
+    def takes(self, n_rows: int, n_slots: int) -> bool:
+        """Any number of rows; the tile of a key head's queries grows with the slots."""
+        return n_slots <= SLOTS
 
     def __call__(self, x_BKD: Tensor, view: DraftView, index: int) -> Tensor:
         """[B, K, D]."""

@@ -14,6 +14,7 @@ import torch
 from k3_kernels import drafts
 from k3_kernels.api import ReferenceDense
 from k3_kernels.cpu import library
+from k3_kernels.cpu.dense import most_tokens
 from k3_kernels.cpu.draft_ops import NativeDraft
 from k3_kernels.layers import DraftHead
 from k3_kernels.triton.dense_ops import TritonDense
@@ -64,13 +65,13 @@ def worlds(
         World.of(folder, ops, dtype, BLOCK, places=places) for ops in (make(), ReferenceDense())
     )
     if make is NativeDraft and ours.drafter.spec.flavour != "mla":
-        assert not ours.drafter.reads_rings
+        assert not ours.drafter.reads_rings(1)
         pytest.skip(
             "the native library has latent attention only; others are computed part by part"
         )
-    assert ours.drafter.reads_rings
+    assert ours.drafter.reads_rings(1)
     assert ours.drafter.rows is not None
-    assert not parts.drafter.reads_rings
+    assert not parts.drafter.reads_rings(1)
     return ours, parts
 
 
@@ -131,6 +132,15 @@ def test_blocks_over_a_ring_equal_blocks_over_what_was_read(
     anchor_B = torch.arange(7) * 11 + 3
     where = slot_B, start_B, base_B, anchor_B
     assert_close(ours.hidden(*where), parts.hidden(*where), 3 * tolerance, "slots")
+
+
+@is_native
+def test_as_many_blocks_over_rings_as_packed_products_are_worth(folder: Path) -> None:
+    """Any number with AVX-512 and one thread; the ways are those of the other layers (`dense.most_tokens`)."""
+    ours, _ = worlds(NativeDraft, folder, torch.float32)
+    most = most_tokens()
+    assert ours.drafter.reads_rings(most // BLOCK)
+    assert not ours.drafter.reads_rings(most // BLOCK + 1)
 
 
 # ------------------------------------------------------------------ drafts

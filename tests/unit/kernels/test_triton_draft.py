@@ -45,7 +45,7 @@ def test_a_layer_too_large_for_a_program_is_computed_part_by_part(tmp_path: Path
     )
     (folder / "config.json").write_text(json.dumps(config))
     drafter = World.of(folder, TritonDense(), torch.float32, BLOCK).drafter
-    assert not drafter.reads_rings
+    assert not drafter.reads_rings(1)
     assert drafter.rows is not None
 
 
