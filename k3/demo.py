@@ -43,6 +43,7 @@ def show_answer(url: str, question: str, say: Say, should_stop: ShouldStop) -> A
     def show(piece: str, is_reasoning: bool) -> None:
         nonlocal in_reasoning
         if should_stop():
+            say("\n")
             raise RequestAborted("stopped while the answer was coming")
         if in_reasoning and not is_reasoning:
             say("\n---\n")

@@ -24,7 +24,7 @@ from types import FrameType
 from k3.ask import Answer
 from k3.cluster import LocalCluster, MemberFailed, OnLine, Options
 from k3.demo import comparison, curl_line, demo_questions, show_answer
-from k3.errors import ConfigError, K3Error
+from k3.errors import ConfigError, K3Error, RequestAborted
 from k3.ports import free_ports, is_free
 
 ROUTER = ("http-", "fleet-", "admission-")
@@ -296,6 +296,8 @@ def main() -> None:
         else:
             questions = [args.ask] if args.ask else []
             run(LocalCluster(options, on_line=on_line), questions, args.start_timeout_s, Stop())
+    except RequestAborted:
+        code = 0  # asked to stop while an answer came
     except MemberFailed as error:
         sys.stderr.write(f"k3-local: {error}\n")
         code = error.exit_code if error.exit_code in (2, 3, 4) else 1

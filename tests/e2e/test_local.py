@@ -176,6 +176,15 @@ def test_a_signal_during_start_up_ends_everything(tmp_path: Path) -> None:
         expect_nothing_left(pids, set(), deadline_s=10.0)
 
 
+def test_a_signal_during_an_answer_is_no_failure(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "--ask", "Count from 1 to 90.") as local:
+        wait_for(lambda: "\n> Count" in local.output, READY_S, "the question is asked")
+        pids = local.family()
+        assert local.end(signal.SIGINT) == 0, local.output
+        assert "k3-local:" not in local.output
+        expect_nothing_left(pids, set(), deadline_s=10.0)
+
+
 def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": str(tmp_path)}
     stale = tmp_path / "k3-local-4194305-gone"  # above the largest pid of Linux
