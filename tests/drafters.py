@@ -127,8 +127,9 @@ class LocalEngine:
         buckets: tuple[int, ...] = (),
         runner: GraphRunner | None = None,
         acceptance: str = "match",
+        depth: int = 1,
     ) -> None:
-        """runner: instead of an eager one over `buckets`."""
+        """runner: instead of an eager one over `buckets`. depth: steps whose answers may be unread."""
         self.stage, self.draft_tokens = stage, draft_tokens
         self.page_tokens = page_tokens
         group = 1 + draft_tokens
@@ -170,7 +171,7 @@ class LocalEngine:
             CpuDevice(1),
             max_rows=n_requests,
             group=group,
-            depth=1,
+            depth=depth,
             drafting=drafting,
             acceptance=acceptance,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from decode_svc.rank.grammar import Masks
 from decode_svc.rank.graphs import PassThrough
+from decode_svc.rank.outcome import Outcome
 from k3.edits import unpack_mask
 from k3.model.k3 import Stage
 from k3.model.spec import K3Spec
@@ -64,8 +66,10 @@ def stage() -> Stage:
 class Constrained:
     """Three requests, two of them constrained, all opened; drafts are set by hand."""
 
-    def __init__(self, stage: Stage, drafts: int, runner: PassThrough | None = None) -> None:
-        self.engine = LocalEngine(stage, 3, 48, draft_tokens=drafts, runner=runner)
+    def __init__(
+        self, stage: Stage, drafts: int, runner: PassThrough | None = None, depth: int = 1
+    ) -> None:
+        self.engine = LocalEngine(stage, 3, 48, draft_tokens=drafts, runner=runner, depth=depth)
         self.out = [a.ids for a in self.engine.generate(PROMPTS, 1, PARAMS)]
         self.grammars = [Residues(self.out[i][0], 9 + i) for i in range(2)]
         for i, grammar in enumerate(self.grammars):
@@ -130,6 +134,19 @@ def test_drafts_change_no_token_of_constrained_rows(
         assert found[:n] == expected[:n]
         assert n > N_TOKENS - 2
     assert {len(ahead) for ahead in decode.grammars[0].asked} == set(range(DRAFTS + 1))
+
+
+def test_a_grammar_hears_of_steps_in_flight_before_it_limits_the_next_one(
+    stage: Stage, plain: list[list[int]]
+) -> None:
+    decode, in_flight = Constrained(stage, DRAFTS, depth=2), deque[Outcome]()
+    while min(map(len, decode.out)) < N_TOKENS:
+        in_flight.append(decode.engine.step.launch([1, 2, 3], 40))
+        if len(in_flight) == 2:
+            for ids, tokens in zip(decode.out, in_flight.popleft().tokens(), strict=True):
+                ids += tokens
+    for found, expected in zip(decode.out, plain, strict=True):
+        assert found[:N_TOKENS] == expected[:N_TOKENS]
 
 
 def test_rows_behind_a_forbidden_draft_stay_open() -> None:
