@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 LONG = 1600  # tokens of a prompt that is still being computed while a test looks and strikes: 400 plans of 4
+ENDLESS = 3600  # output tokens of a generation that somebody ends; nearly all the pools hold
 BUDGET = ("--schedule-token-budget", "4")
 PAGE = 4  # tokens of a page where prompts take their time; a plan must be able to complete one
 

@@ -4,12 +4,10 @@ import pytest
 
 from tests.chaos.abandoned import Abandoned
 from tests.chaos.generation import Generation
-from tests.chaos.settings import BUDGET, LONG, router_flags, slow_flags
+from tests.chaos.settings import BUDGET, ENDLESS, LONG, router_flags, slow_flags
 from tests.e2e.cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.chaos
-
-MANY = 1200  # output tokens: seconds of decoding
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +21,14 @@ def cluster(folder):
 
 
 def test_while_decoding(cluster, prompt_of):
-    generation = Generation(cluster.url, prompt_of(20), max_tokens=MANY)
+    generation = Generation(cluster.url, prompt_of(20), max_tokens=ENDLESS)
     generation.wait_first()
     wait_for(
         lambda: cluster.gauge(cluster.decodes[0], "k3_decode_running") == 1, 10, "a running row"
     )
     generation.leave()
     generation.wait(10)
-    assert len(generation.tokens) < MANY
+    assert len(generation.tokens) < ENDLESS
     cluster.expect_baseline()
 
 
@@ -58,7 +56,7 @@ def test_while_its_pages_are_being_pushed(cluster, prompt_of):
 
 
 def test_while_queued_behind_another(cluster, prompt_of, truth):
-    first = Generation(cluster.url, prompt_of(33), max_tokens=MANY)
+    first = Generation(cluster.url, prompt_of(33), max_tokens=ENDLESS)
     first.wait_first()
     waiting = Abandoned(cluster.url, prompt_of(40))
     decode = cluster.decodes[0]

@@ -6,12 +6,11 @@ import signal
 import pytest
 
 from tests.chaos.generation import Generation
-from tests.chaos.settings import flags, router_flags
+from tests.chaos.settings import ENDLESS, flags, router_flags
 from tests.e2e.cluster import Cluster, is_alive, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.helix]
 
-MANY = 1500
 BACK_S = 60.0
 
 
@@ -32,7 +31,7 @@ def cluster(folder):
 )
 def test_the_group_ends_with_any_of_its_ranks_and_starts_anew(cluster, prompt_of, truth, rank, sig):
     decode = cluster.decodes[0]
-    generation = Generation(cluster.url, prompt_of(25), max_tokens=MANY)
+    generation = Generation(cluster.url, prompt_of(25), max_tokens=ENDLESS)
     generation.wait_first()
     ranks = cluster.ranks(decode)
     assert len(ranks) == 2

@@ -8,12 +8,11 @@ import signal
 import pytest
 
 from tests.chaos.generation import Generation
-from tests.chaos.settings import BUDGET, LONG, router_flags, slow_flags
+from tests.chaos.settings import BUDGET, ENDLESS, LONG, router_flags, slow_flags
 from tests.e2e.cluster import Cluster, is_alive, wait_for
 
 pytestmark = pytest.mark.chaos
 
-MANY = 1500
 BACK_S = 60.0  # a front or a rank group is back and found by the router
 
 
@@ -43,7 +42,7 @@ def serves_again(cluster, prompt_of, truth):
 @pytest.mark.parametrize("who", ["front", "rank"])
 def test_decode_lost_in_mid_stream(cluster, prompt_of, truth, who, sig):
     decode = cluster.decodes[0]
-    generation = Generation(cluster.url, prompt_of(25), max_tokens=MANY)
+    generation = Generation(cluster.url, prompt_of(25), max_tokens=ENDLESS)
     generation.wait_first()
     ranks = cluster.ranks(decode)
     victim = decode.pid if who == "front" else ranks[0]
@@ -85,7 +84,7 @@ def test_the_only_prefill_lost_before_the_first_token(cluster, prompt_of, truth,
 
 
 def test_everything_is_given_back_when_the_router_dies(cluster, prompt_of, truth):
-    generation = Generation(cluster.url, prompt_of(30), max_tokens=MANY)
+    generation = Generation(cluster.url, prompt_of(30), max_tokens=ENDLESS)
     generation.wait_first()
     cluster.kill(cluster.router)
     generation.wait(10)
