@@ -24,8 +24,9 @@ from starlette.types import ASGIApp
 from k3.config.api_keys import read_keys
 from k3.config.load import config_hash, router_config, to_json
 from k3.config.tree import RouterConfig
-from k3.errors import ModelError
+from k3.errors import ConfigError, ModelError, PortInUse
 from k3.rpc.client import ChannelPool, client_tls
+from k3.rpc.server import bound_socket, check_port
 from k3.telemetry import logs
 from k3.telemetry.metrics import RouterMetrics
 from router.admin import Admin
@@ -45,7 +46,7 @@ from router.requests import RequestTable
 from router.text.folder import ModelFolder, load_model_folder
 
 log = logging.getLogger("k3.router")
-EXIT_MODEL, EXIT_PORT = 3, 4
+EXIT_CONFIG, EXIT_MODEL, EXIT_PORT = 2, 3, 4
 N_TEXT_THREADS = 2
 KEEP_ALIVE_S = 75
 MAX_UNKNOWN_FIELDS = 64
@@ -63,11 +64,11 @@ def main() -> None:
         log.error("model folder does not fit", extra={"error": str(error)})
         sys.exit(EXIT_MODEL)
     try:
-        public = bind(config.http.host, config.http.port)
-        admin = bind(config.http.admin_host, config.http.admin_port)
-    except OSError as error:
-        log.error("port is in use", extra={"error": str(error)})
-        sys.exit(EXIT_PORT)
+        public = bind(config.http.host, config.http.port, "http.port")
+        admin = bind(config.http.admin_host, config.http.admin_port, "http.admin_port")
+    except (ConfigError, PortInUse) as error:
+        log.error("cannot go on", extra={"code": error.code, "error": str(error)})
+        sys.exit(EXIT_PORT if isinstance(error, PortInUse) else EXIT_CONFIG)
     asyncio.run(_serve(config, folder, public, admin))
 
 
@@ -80,21 +81,11 @@ async def _serve(
     await router.run(public, admin)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError that names the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol spelled out: asyncio sets TCP_NODELAY only on such sockets, and without it every second small
-    # write waits 40 ms for the peer's delayed acknowledgement.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        raise OSError(
-            f"{host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from error
+def bind(host: str, port: int, setting: str) -> socket.socket:
+    """A listening socket. Raises PortInUse or ConfigError, which name the setting."""
+    check_port(host, port, setting)
+    sock = bound_socket(host, port)
+    sock.listen(2048)
     sock.setblocking(False)
     return sock
 

@@ -89,7 +89,7 @@ async def running_router(
         ),
         admission=admission or AdmissionConfig(),
     )
-    public, admin = bind("127.0.0.1", 0), bind("127.0.0.1", 0)
+    public, admin = bind("127.0.0.1", 0, "http.port"), bind("127.0.0.1", 0, "http.port")
     router = Router(config, folder)
     task = asyncio.create_task(router.run(public, admin))
     url, admin_url = (f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in (public, admin))

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from k3.config.router_sections import HttpConfig
+from k3.errors import ConfigError, PortInUse
 from k3.types import Speculation
 from router.__main__ import bind
 from router.text.folder import ModelFolder
@@ -228,5 +229,14 @@ def test_the_router_holds_neither_torch_nor_much_memory() -> None:
 
 
 def test_listening_sockets_let_asyncio_turn_delayed_writes_off() -> None:
-    with bind("127.0.0.1", 0) as sock:
+    with bind("127.0.0.1", 0, "http.port") as sock:
         assert sock.proto == socket.IPPROTO_TCP
+
+
+def test_a_taken_port_and_an_address_of_others_are_told_apart() -> None:
+    with bind("127.0.0.1", 0, "http.port") as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(PortInUse, match=rf"http\.admin_port={port}: .* is free, for example"):
+            bind("127.0.0.1", port, "http.admin_port")
+    with pytest.raises(ConfigError, match="give an address of this machine"):
+        bind("192.0.2.77", 8000, "http.port")
