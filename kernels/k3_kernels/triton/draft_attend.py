@@ -20,7 +20,15 @@ from torch.nn.functional import linear
 from k3_kernels.drafts import DraftRotation, DraftView
 from k3_kernels.layers import DraftLayer
 from k3_kernels.triton import norm
-from k3_kernels.triton.draft_parts import FLOOR, Parts, finished, n_parts, share
+from k3_kernels.triton.draft_parts import (
+    FLOOR,
+    Parts,
+    brought_in,
+    finished,
+    n_parts,
+    oldest_seen,
+    share,
+)
 from k3_kernels.triton.draft_rows import normed, turned
 from k3_kernels.triton.products import weight_of
 
@@ -36,11 +44,7 @@ def _seen(q, q_first, q_second, k, k_first, k_second, is_seen, scale, best, tota
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     s = tl.dot(q_first, tl.trans(k_first), s, input_precision="ieee")
     s = tl.dot(q_second, tl.trans(k_second), s, input_precision="ieee") * scale
-    s = tl.where(is_seen[None, :], s, float("-inf"))
-    newest = tl.maximum(best, tl.max(s, 1))
-    fade, p = tl.exp2(best - newest), tl.exp2(s - newest[:, None])
-    o = tl.dot(p.to(k.dtype), k, o * fade[:, None], input_precision="ieee")
-    return newest, total * fade + tl.sum(p, 1), o
+    return brought_in(s, k, is_seen, best, total, o)
 
 
 @triton.jit
@@ -141,8 +145,7 @@ def _attend(
         o,
     )
 
-    oldest = tl.minimum(tl.load(start_ptr + b * view_stride), base)
-    oldest = tl.maximum(tl.maximum(oldest, base - window), 0)
+    oldest = oldest_seen(tl.load(start_ptr + b * view_stride), base, window)
     ring = tl.load(slot_ptr + b * view_stride) * places
     start, end = share(oldest, base, part, S, PARTS)
     for at in range(start, end, S):

@@ -19,7 +19,15 @@ from torch.nn.functional import linear
 from k3_kernels.drafts import Accepted, DraftPlace, DraftRotation, DraftView, HeadContext, HeadLayer
 from k3_kernels.triton import norm
 from k3_kernels.triton.draft_attend import KEYS, LOG2_E, SLOTS, swiglu
-from k3_kernels.triton.draft_parts import FLOOR, Parts, finished, n_parts, share
+from k3_kernels.triton.draft_parts import (
+    FLOOR,
+    Parts,
+    brought_in,
+    finished,
+    n_parts,
+    oldest_seen,
+    share,
+)
 from k3_kernels.triton.draft_rows import turned
 from k3_kernels.triton.products import weight_of
 
@@ -97,11 +105,7 @@ def _seen(q_first, q_second, k_first, k_second, v, is_seen, scale, best, total, 
     """One tile of keys into a running softmax."""
     s = tl.dot(q_first, tl.trans(k_first), input_precision="ieee")
     s = tl.dot(q_second, tl.trans(k_second), s, input_precision="ieee") * scale
-    s = tl.where(is_seen[None, :], s, float("-inf"))
-    newest = tl.maximum(best, tl.max(s, 1))
-    fade, p = tl.exp2(best - newest), tl.exp2(s - newest[:, None])
-    o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
-    return newest, total * fade + tl.sum(p, 1), o
+    return brought_in(s, v, is_seen, best, total, o)
 
 
 @triton.jit
@@ -193,8 +197,7 @@ def _attend(
         o,
     )
 
-    oldest = tl.minimum(tl.load(start_ptr + b * view_stride), base)
-    oldest = tl.maximum(tl.maximum(oldest, base - window), 0)
+    oldest = oldest_seen(tl.load(start_ptr + b * view_stride), base, window)
     ring = tl.load(slot_ptr + b * view_stride) * places
     start, end = share(oldest, base, part, S, PARTS)
     for at in range(start, end, S):

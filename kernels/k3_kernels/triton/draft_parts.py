@@ -1,4 +1,4 @@
-"""Long rings in parts: how many programs share the keys of a head, and the union of what they found.
+"""Keys of a ring: a tile into a softmax, and long rings in parts, the programs that share them and their union.
 
 A block's programs are few (heads times requests), and each goes through its keys one tile after the other. Where the ring
 may be long, several programs take a share of the tiles each and leave float32 values with base-2 log-sum-exps; one
@@ -20,11 +20,27 @@ FLOOR = tl.constexpr(-1e30)  # below every score; finite, so that what sees noth
 
 
 @triton.jit
+def oldest_seen(start, base, window):
+    """First position of a ring that a block at `base` sees."""
+    return tl.maximum(tl.maximum(tl.minimum(start, base), base - window), 0)
+
+
+@triton.jit
 def share(oldest, base, part, S: tl.constexpr, PARTS: tl.constexpr):
     """First position of a part and the one behind its last, whole tiles of S."""
     width = tl.cdiv(tl.cdiv(base - oldest, S), PARTS) * S
     start = oldest + part * width
     return start, tl.minimum(start + width, base)
+
+
+@triton.jit
+def brought_in(s, v, is_seen, best, total, o):
+    """One tile of keys into a running softmax: scores s, values v."""
+    s = tl.where(is_seen[None, :], s, float("-inf"))
+    newest = tl.maximum(best, tl.max(s, 1))
+    fade, p = tl.exp2(best - newest), tl.exp2(s - newest[:, None])
+    o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
+    return newest, total * fade + tl.sum(p, 1), o
 
 
 @triton.jit
