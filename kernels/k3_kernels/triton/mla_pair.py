@@ -25,6 +25,29 @@ def _weights(s, keys, bound_M, peak_M, scale):
 
 
 @gluon.jit
+def _done(barrier):
+    """A warp group is done with what the barrier guards."""
+    everybody()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _hand_over(p, peak, place, to_peak, passed):
+    """P of a tile, in the place of its shared part, and the maximum so far to the other group."""
+    place.store(p)
+    to_peak.store(peak)
+    fence_async_shared()
+    _done(passed)
+
+
+@gluon.jit
+def _added(p, sum_M, acc, peak_M, shift, of_output: gl.constexpr):
+    """Sum with P's, and the output still without; both relative to `shift`."""
+    fade = gl.exp2(peak_M - shift)
+    return sum_M * fade + gl.sum(p, 1), acc * gl.convert_layout(fade, of_output)[:, None]
+
+
+@gluon.jit
 def first_of_pair(
     queries, keys, barriers, passing, phase, tile_keys, bound_M, scale, peak_M, sum_M, acc,
     score: gl.constexpr, output: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
@@ -44,22 +67,14 @@ def first_of_pair(
     s = warpgroup_mma(q_hi, k_hi.index(0).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(q_r, k_r.index(0).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    everybody()
-    mbarrier.arrive(free_hi.index(0), count=1)
+    _done(free_hi.index(0))
     p, peak, shift = _weights(s, tile_keys, bound_M, peak_M, scale)
     p_0 = p.to(k_lo.dtype)
-    k_r.index(0).store(p_0)
-    peaks.index(0).store(peak)
-    fence_async_shared()
-    everybody()
-    mbarrier.arrive(passed.index(0), count=1)
-    fade = gl.exp2(peak_M - shift)
-    sum_M = sum_M * fade + gl.sum(p, 1)
-    acc = acc * gl.convert_layout(fade, of_output)[:, None]
+    _hand_over(p_0, peak, k_r.index(0), peaks.index(0), passed.index(0))
+    sum_M, acc = _added(p, sum_M, acc, peak_M, shift, of_output)
     acc = warpgroup_mma(gl.convert_layout(p_0, left), k_lo.index(0), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    everybody()
-    mbarrier.arrive(free_lo.index(0), count=1)
+    _done(free_lo.index(0))
     mbarrier.wait(ready_lo.index(1), phase)
     mbarrier.wait(passed.index(1), phase)
     peak_M = peaks.index(1).load(of_scores)
@@ -68,8 +83,7 @@ def first_of_pair(
     acc = acc * gl.convert_layout(fade, of_output)[:, None]
     acc = warpgroup_mma(p_1, k_lo.index(1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    everybody()
-    mbarrier.arrive(free_lo.index(1), count=1)
+    _done(free_lo.index(1))
     return peak_M, sum_M * fade, acc
 
 
@@ -94,30 +108,21 @@ def second_of_pair(
     s = warpgroup_mma(q_lo, k_lo.index(1).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(q_r, k_r.index(1).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    everybody()
-    mbarrier.arrive(free_lo.index(1), count=1)
+    _done(free_lo.index(1))
     mbarrier.wait(passed.index(0), phase)
     peak_0 = peaks.index(0).load(of_scores)
     p_0 = k_r.index(0).load(left)
     p, peak, shift = _weights(s, tile_keys, bound_M, peak_0, scale)
     p_1 = p.to(dtype)
-    k_r.index(1).store(p_1)
-    peaks.index(1).store(peak)
-    fence_async_shared()
-    everybody()
-    mbarrier.arrive(passed.index(1), count=1)
-    fade = gl.exp2(peak_M - shift)
-    sum_M = sum_M * fade + gl.sum(p, 1)
-    acc = acc * gl.convert_layout(fade, of_output)[:, None]
+    _hand_over(p_1, peak, k_r.index(1), peaks.index(1), passed.index(1))
+    sum_M, acc = _added(p, sum_M, acc, peak_M, shift, of_output)
     fade_0 = gl.convert_layout(gl.exp2(peak_0 - shift), gl.SliceLayout(1, left))
     p_0 = (p_0.to(gl.float32) * fade_0[:, None]).to(dtype)
     mbarrier.wait(ready_hi.index(0), phase)
     acc = warpgroup_mma(p_0, k_hi.index(0), acc, is_async=True)
     acc = warpgroup_mma(gl.convert_layout(p_1, left), k_hi.index(1), acc, is_async=True)
     acc = warpgroup_mma_wait(1, deps=[acc, p_0])[0]
-    everybody()
-    mbarrier.arrive(free_hi.index(0), count=1)
+    _done(free_hi.index(0))
     acc = warpgroup_mma_wait(0, deps=[acc])
-    everybody()
-    mbarrier.arrive(free_hi.index(1), count=1)
+    _done(free_hi.index(1))
     return peak, sum_M, acc
