@@ -89,16 +89,16 @@ class FolderSource:
         return self.entries[name].n_bytes
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Read only the asked slice."""
+        """Read only the asked slice. Raises ModelError that names the file."""
         entry = self.entries[name]
-        if entry.path not in self._open:
-            self._open[entry.path] = safe_open(str(entry.path), framework="pt", device="cpu")
-        file = self._open[entry.path]
-        return (
-            file.get_slice(entry.stored_name)[index]
-            if index
-            else file.get_tensor(entry.stored_name)
-        )
+        try:
+            if entry.path not in self._open:
+                self._open[entry.path] = safe_open(str(entry.path), framework="pt", device="cpu")
+            file = self._open[entry.path]
+            stored = entry.stored_name
+            return file.get_slice(stored)[index] if index else file.get_tensor(stored)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read tensor {name} of {entry.path}: {error}") from error
 
 
 def open_folder(folder: Path) -> FolderSource:
@@ -236,10 +236,7 @@ class Weights:
         index: tuple[slice, ...] = ()
         if shard.count > 1:
             index = (slice(None),) * axis + (shard.of(self.shapes[name][axis]),)
-        try:
-            tensor = self.source.read(name, index)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read tensor {name}: {error}") from error
+        tensor = self.source.read(name, index)
         self._count(name)
         # A copy always: what is read may be mapped from a file that someone replaces.
         return tensor.to(

@@ -50,6 +50,15 @@ def test_prefix_is_optional_and_vision_is_skipped(tmp_path: Path, stored) -> Non
     assert torch.equal(_logits(folder), _logits(NANO))
 
 
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path, stored: dict[str, Tensor]) -> None:
+    folder = _folder(tmp_path / "m", stored)
+    source = open_folder(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(ModelError, match=r"of \S+/m/model\.safetensors: "):
+        source.read(next(iter(source.shapes())), ())
+
+
 def test_sharded_index_gives_the_same_model(tmp_path: Path, stored) -> None:
     names = sorted(stored)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
