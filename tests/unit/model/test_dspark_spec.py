@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from k3.config.resolve import EMBEDDED_MODEL
 from k3.errors import ModelError
@@ -16,7 +18,8 @@ from k3.model.dspark_spec import DraftSpec, GqaDraft, MlaDraft, ring_places
 from k3.model.spec import K3Spec
 from k3.model.weights import MemorySource
 from k3.parallel.mesh import WHOLE
-from tests.model_runner import OPS
+from tests.drafters import random_drafter
+from tests.model_runner import CPU, OPS
 
 pytestmark = pytest.mark.dspark
 
@@ -133,6 +136,47 @@ def test_copies_of_the_targets_tables_are_ignored_and_anything_else_unknown_is_a
     del tensors["context_norm.weight"]
     with pytest.raises(ModelError, match=r"context_norm\.weight"):
         load({})
+
+
+@pytest.mark.parametrize(("flavour", "column"), [("mla", "context_proj"), ("gqa", "fc")])
+def test_taps_are_listed_in_any_order_and_each_keeps_its_columns(tmp_path, flavour, column):
+    """Taps come in ascending order, whatever the order of the list and of the projection's columns."""
+    listed = random_drafter(tmp_path / "listed", K3Spec.from_folder(NANO), flavour, 3)
+    config = json.loads((listed / "config.json").read_text())
+    tensors = load_file(listed / "model.safetensors")
+    section = config if flavour == "mla" else config["dflash_config"]
+    taps = section["target_layer_ids"]
+    section["target_layer_ids"] = sorted(taps)
+    assert taps != sorted(taps)
+    (tmp_path / "sorted").mkdir()
+    (tmp_path / "sorted" / "config.json").write_text(json.dumps(config))
+    columns = tensors[f"{column}.weight"].chunk(len(taps), 1)
+    moved = torch.cat([columns[taps.index(tap)] for tap in sorted(taps)], 1)
+    save_file(tensors | {f"{column}.weight": moved}, tmp_path / "sorted" / "model.safetensors")
+    hidden = columns[0].shape[1]
+    values = torch.randn(5, len(taps), hidden, generator=torch.Generator().manual_seed(1))
+    rows = [
+        open_context(folder, WHOLE, dtype="float64", device=CPU, ops=OPS.dense)(
+            values.double(), torch.arange(5)
+        )
+        for folder in (listed, tmp_path / "sorted")
+    ]
+    assert torch.equal(*rows)
+
+
+def test_rows_of_another_drafter_stream_precision_or_page_are_not_ours():
+    spec = DraftSpec.from_config(PUBLISHED_MLA)
+
+    def printed(spec: DraftSpec, digest="d", dtype="bfloat16", page_tokens=16) -> str:
+        return spec.fingerprint(digest=digest, dtype=dtype, page_tokens=page_tokens)
+
+    others = (
+        printed(spec, digest="e"),
+        printed(spec, dtype="float32"),
+        printed(spec, page_tokens=32),
+        printed(replace(spec, tap_stream="mixture")),
+    )
+    assert len({printed(spec), *others}) == 5
 
 
 def test_prefill_loads_only_what_makes_context_rows():
