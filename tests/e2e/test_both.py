@@ -91,11 +91,11 @@ def test_an_instance_that_computes_every_prompt_needs_no_other(folder, oracle, t
         assert cluster.gauge(decode, "k3_draft_bootstrap_total", kind="local") > 0
 
         prompt = list(CASES[8].prompt)
-        with Generation(cluster.url, prompt, max_tokens=400) as leaving:
+        with Generation(cluster.url, prompt, max_tokens=3000) as leaving:
             wait_for(lambda: leaving.tokens, BACK_S, "its first token")
         cluster.expect_baseline()
 
-        lost = Generation(cluster.url, prompt, max_tokens=400)
+        lost = Generation(cluster.url, prompt, max_tokens=3000)
         wait_for(lambda: lost.tokens, BACK_S, "its first token")
         ranks = cluster.ranks(decode)
         os.kill(ranks[0], signal.SIGKILL)
