@@ -29,23 +29,38 @@ constexpr int MANY_TOKENS = 0, TOKENS_AT_ONCE = 2, PANELS_AT_ONCE = 1;
 // Bytes ahead that are asked for while one token meets its weights: reading them is all there is to do.
 constexpr i64 AHEAD = 2048;
 
-// Weights of inputs 2 j and 2 j + 1.
-template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j, Vec<T>& even, Vec<T>& odd) {
+// A vector in pieces of a register: compilers keep what is larger in memory.
+#if defined(__AVX512F__)
+constexpr i64 REGISTER = 64;
+#elif defined(__AVX__)
+constexpr i64 REGISTER = 32;
+#else
+constexpr i64 REGISTER = 16;
+#endif
+constexpr int PIECES = 64 / REGISTER;
+template <typename T> struct Register {
+  typedef T V __attribute__((vector_size(REGISTER)));
+};
+template <typename T> using Piece = typename Register<T>::V;
+
+// A piece of the weights of inputs 2 j and 2 j + 1.
+template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j, int piece, Piece<T>& even, Piece<T>& odd) {
+  w += piece * REGISTER;
   if constexpr (NARROW) {
-    Int<float> both;
-    std::memcpy(&both, w + 64 * j, 64);
-    const Int<float> low = both << 16, high = both & ~0xFFFF;
-    std::memcpy(&even, &low, 64);
-    std::memcpy(&odd, &high, 64);
+    Piece<std::int32_t> both;
+    std::memcpy(&both, w + 64 * j, REGISTER);
+    const Piece<std::int32_t> low = both << 16, high = both & ~0xFFFF;
+    std::memcpy(&even, &low, REGISTER);
+    std::memcpy(&odd, &high, REGISTER);
   } else {
-    std::memcpy(&even, w + 128 * j, 64);
-    std::memcpy(&odd, w + 128 * j + 64, 64);
+    std::memcpy(&even, w + 128 * j, REGISTER);
+    std::memcpy(&odd, w + 128 * j + 64, REGISTER);
   }
 }
 
 template <typename T, bool NARROW, int M, int P>
 static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes, i64 inputs, bool ahead, Vec<T> (&sum)[M][P]) {
-  Vec<T> even[M][P] = {}, odd[M][P] = {};
+  Piece<T> even[M][P][PIECES] = {}, odd[M][P][PIECES] = {};
   const i64 pairs = inputs / 2;
   for (i64 j = 0; j < pairs; ++j)
     for (int p = 0; p < P; ++p) {
@@ -55,26 +70,32 @@ static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes
         __builtin_prefetch(next);
         if (!NARROW) __builtin_prefetch(next + 64);
       }
-      Vec<T> a, b;
-      load_pair<T, NARROW>(w + p * panel_bytes, j, a, b);
+      for (int i = 0; i < PIECES; ++i) {
+        Piece<T> a, b;
+        load_pair<T, NARROW>(w + p * panel_bytes, j, i, a, b);
+        for (int m = 0; m < M; ++m) {
+          even[m][p][i] += a * x[m * x_stride + 2 * j];
+          odd[m][p][i] += b * x[m * x_stride + 2 * j + 1];
+        }
+      }
+    }
+  for (int p = 0; p < P; ++p)
+    for (int i = 0; i < PIECES; ++i) {
+      if (inputs % 2) {
+        Piece<T> a;
+        if constexpr (NARROW) {
+          Piece<T> unused;
+          load_pair<T, NARROW>(w + p * panel_bytes, pairs, i, a, unused);
+        } else {
+          std::memcpy(&a, w + p * panel_bytes + 128 * pairs + i * REGISTER, REGISTER);
+        }
+        for (int m = 0; m < M; ++m) even[m][p][i] += a * x[m * x_stride + inputs - 1];
+      }
       for (int m = 0; m < M; ++m) {
-        even[m][p] += a * x[m * x_stride + 2 * j];
-        odd[m][p] += b * x[m * x_stride + 2 * j + 1];
+        const Piece<T> both = even[m][p][i] + odd[m][p][i];
+        std::memcpy(reinterpret_cast<char*>(&sum[m][p]) + i * REGISTER, &both, REGISTER);
       }
     }
-  for (int p = 0; p < P; ++p) {
-    if (inputs % 2) {
-      Vec<T> a;
-      if constexpr (NARROW) {
-        Vec<T> unused;
-        load_pair<T, NARROW>(w + p * panel_bytes, pairs, a, unused);
-      } else {
-        std::memcpy(&a, w + p * panel_bytes + 128 * pairs, 64);
-      }
-      for (int m = 0; m < M; ++m) even[m][p] += a * x[m * x_stride + inputs - 1];
-    }
-    for (int m = 0; m < M; ++m) sum[m][p] = even[m][p] + odd[m][p];
-  }
 }
 
 template <typename T, bool NARROW, int M, int P>
