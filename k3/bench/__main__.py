@@ -53,6 +53,9 @@ def main() -> None:
     except K3Error as error:
         sys.stderr.write(f"k3-bench: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.stderr.write("k3-bench: stopped\n")
+        sys.exit(130)
 
 
 if __name__ == "__main__":
