@@ -26,6 +26,6 @@ chart:  ## lint, render and validate the Helm chart
 bench:  ## load and step benchmarks into benchmarks/results/
 	@.ci/bench.sh
 proto:  ## regenerate k3/v1 from proto/
-	@.ci/setup.sh && .venv/bin/python hatch_build.py
+	@.ci/setup.sh && $${K3_VENV:-.venv}/bin/python hatch_build.py
 clean:  ## caches and generated files; the virtual environment stays
 	@.ci/clean.sh
