@@ -28,6 +28,7 @@ from k3.bench.spec_report import (
     COSTS,
     FIGURES,
     PLAIN,
+    POSITIONS,
     Cost,
     Figures,
     as_json,
@@ -35,6 +36,7 @@ from k3.bench.spec_report import (
     figure_rows,
     markdown,
     plot,
+    position_rows,
     table,
 )
 from k3.bench.speculation import Acceptance
@@ -107,6 +109,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             measure_alone(in_flight, names, args, found)
             save(found, args, load)
     console.print(table("what drafts are worth", FIGURES, figure_rows(found.figures)))
+    console.print(table("drafts by position", POSITIONS, position_rows(found.figures)))
     console.print(table("one decode step", COSTS, cost_rows(found.costs)))
     return 1 if any(f.n_different for f in found.figures) else 0
 

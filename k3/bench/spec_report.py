@@ -82,8 +82,9 @@ class Cost:
 
 FIGURES = (
     "suite", "mode", "in flight", "items", "tokens/s", "gain", "decode tokens/s", "decode gain", "tokens/step",
-    "% at 1, 2 ..", "answers",
+    "answers",
 )  # fmt: skip
+POSITIONS = ("suite", "mode", "in flight", "% accepted at 1, 2 ..")
 COSTS = ("mode", "in flight", "steps", "step ms", "verify ms", "judge + draft ms", "share")
 
 
@@ -125,12 +126,6 @@ def _shown(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _by_position(acceptance: Acceptance | None) -> str:
-    """Share of steps that accept the draft at each position and all before it, in percent."""
-    shares = () if acceptance is None else acceptance.by_position
-    return " ".join(f"{100 * share:.0f}" for share in shares) or "-"
-
-
 def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
     """Cells of `FIGURES`, sums included."""
     everything = with_totals(figures)
@@ -147,11 +142,24 @@ def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
                 _shown(f.decode_tokens_per_s, 1),
                 _shown(decode_gain(f, everything), 2),
                 "-" if f.acceptance is None else f"{f.acceptance.length:.3f}",
-                _by_position(f.acceptance),
                 f"{f.n_different} DIFFER" if f.n_different else "equal",
             ]
         )
     return rows
+
+
+def position_rows(figures: Sequence[Figures]) -> list[list[str]]:
+    """Cells of `POSITIONS`: share of steps that accept the draft at each position and all before it, sums included."""
+    return [
+        [
+            f.suite,
+            f.mode,
+            str(f.in_flight),
+            " ".join(f"{100 * x:.0f}" for x in f.acceptance.by_position),
+        ]
+        for f in with_totals(figures)
+        if f.acceptance is not None
+    ]
 
 
 def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:
@@ -179,7 +187,12 @@ def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
 def markdown(figures: Sequence[Figures], costs: Sequence[Cost], facts: Mapping[str, str]) -> str:
     """The tables as a file to keep."""
     lines = [f"- {name}: {value}" for name, value in facts.items()]
-    for names, rows in ((FIGURES, figure_rows(figures)), (COSTS, cost_rows(costs))):
+    tables = (
+        (FIGURES, figure_rows(figures)),
+        (POSITIONS, position_rows(figures)),
+        (COSTS, cost_rows(costs)),
+    )
+    for names, rows in tables:
         marks = ["---", *("---:" for _ in names[1:])]
         lines += ["", *(f"| {' | '.join(cells)} |" for cells in (names, marks, *rows))]
     return "\n".join(lines) + "\n"
