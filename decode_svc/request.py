@@ -95,6 +95,7 @@ class RequestSpec:
     """What the router asked for; never changes.
 
     output_prefix_len: tokens at the end of `prompt` that are already generated output (after a migration).
+    draft_tokens: drafts that a step checks at most; None: as many as there are.
     """
 
     request_id: RequestId
@@ -106,6 +107,7 @@ class RequestSpec:
     salt: bytes = b""
     attempt: int = 1
     output_prefix_len: int = 0
+    draft_tokens: int | None = None
 
 
 class DraftCount:

@@ -281,6 +281,8 @@ class DecodeScheduler:
             f"{request!r}: {needed} pages needed, {len(held.pages)} reserved"
         )
         most = (width or 0) if request.has_drafts else 0
+        if request.spec.draft_tokens is not None:
+            most = min(most, request.spec.draft_tokens)
         if not self.limits.is_staged:
             return RowStep(request, held.row, bound, most)
         opens = width is not None and self.limits.draft_tokens > 0 and request in self._to_open

@@ -147,6 +147,7 @@ def request_spec(message: decode_pb2.GenerateRequest, vocab_size: int) -> Reques
         salt=message.salt,
         attempt=message.attempt,
         output_prefix_len=message.output_prefix_len,
+        draft_tokens=message.draft_tokens if message.HasField("draft_tokens") else None,
     )
 
 

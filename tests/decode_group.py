@@ -116,7 +116,8 @@ class Model:
 class Ask:
     """A request: what prefill sent of it (without `draft` it starts cold), its first token, how many tokens it wants.
 
-    leaves_after: tokens after which the client goes away, for ever or to ask again; 0 = stays.
+    leaves_after: tokens after which the client goes away, for ever or to ask again; 0 = stays. draft_tokens: a step
+    checks at most.
     """
 
     prompt: Sequence[int]
@@ -125,6 +126,7 @@ class Ask:
     params: SamplingParams
     n_tokens: int
     leaves_after: int = 0
+    draft_tokens: int | None = None
 
 
 class Heard:
@@ -253,7 +255,8 @@ class DecodeGroup:
     def submit(self, ask: Ask) -> DecodeRequest:
         """A request joins the queue."""
         name = RequestId(f"r{len(self._asked)}")
-        spec = RequestSpec(name, tuple(ask.prompt), ask.params, StopParams(ask.n_tokens))
+        stop = StopParams(ask.n_tokens)
+        spec = RequestSpec(name, tuple(ask.prompt), ask.params, stop, draft_tokens=ask.draft_tokens)
         request = self.scheduler.submit(spec, 0.0)
         self._asked[request.key] = ask
         self._requests.append(request)

@@ -94,6 +94,7 @@ class Sample:
     n_samples: int = 1  # of the whole request, for the choice of a pair
     pages: PromptPages | None = None
     session: str = ""
+    draft_tokens: int | None = None  # a step checks at most; None: as many as the instance proposes
     on_dispatch: Callable[[Trace], None] = lambda trace: None
 
     @property
@@ -367,6 +368,7 @@ def _request(sample: Sample, pair: Pair, n_call: int) -> decode_pb2.GenerateRequ
         stop=stop_to_proto(sample.stop),
         logprobs=logprobs_to_proto(sample.logprobs),
         salt=sample.salt,
+        draft_tokens=sample.draft_tokens,
         candidates=[
             decode_pb2.PrefillCandidate(instance_id=view.instance_id, address=view.address)
             for view in pair.prefills

@@ -189,6 +189,7 @@ class Generation:
             n_samples=job.n,
             pages=self._pages[choice.prompt_index],
             session=job.session,
+            draft_tokens=job.draft_tokens,
             on_dispatch=self._dispatched,
         )
 

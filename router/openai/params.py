@@ -59,6 +59,7 @@ class Job:
     skip_special_tokens: bool
     return_token_ids: bool
     return_spec_stats: bool
+    draft_tokens: int | None
     is_stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -223,6 +224,7 @@ def _job(
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         return_spec_stats=_wants_spec_stats(body, settings),
+        draft_tokens=body.draft_tokens,
         is_stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),

@@ -67,6 +67,7 @@ class GenerationBody(Body):
     service_tier: str | None = None
     store: bool | None = None
     return_spec_stats: bool | None = None
+    draft_tokens: Annotated[int, Field(ge=0, lt=MAX_TOKENS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: JsonObject | None = None
     structured_outputs: JsonObject | None = None

@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.dspark, pytest.mark.prefill]
 
 N_ITEMS, LIMIT, WINDOW, DRAFTS, PAGE = 16, 64, 64, 7, 16
 N_LEAVING, N_ALONE = 2, 2
+FEWER = (0, 2, 5)  # drafts that single requests want at most
 HEARD_BEFORE_LEAVING = 4  # the role, prefill's token, two steps of decode
 OWN = ("--drafter", "draft-mla")
 CACHE = (
@@ -156,6 +157,7 @@ class Served:
     together: list[Answered]
     alone_again: list[Answered]
     together_again: list[Answered]
+    limited: list[Answered]  # the first questions with at most FEWER drafts
 
     @property
     def found(self) -> list[Answered]:
@@ -172,9 +174,11 @@ def served() -> Served:
         alone = one_by_one(cluster)
         httpx.post(f"http://{cluster.admin}/admin/cache/flush").raise_for_status()
         together = ask(cluster, QUESTIONS, N_LEAVING)
-        served = Served(alone, together, one_by_one(cluster), ask(cluster, QUESTIONS, 0))
+        again, together_again = one_by_one(cluster), ask(cluster, QUESTIONS, 0)
+        fewer = [q | {"draft_tokens": n} for q, n in zip(QUESTIONS, FEWER, strict=False)]
+        served = Served(alone, together, again, together_again, ask(cluster, fewer, 0))
         cluster.expect_baseline()
-        n_asked = 2 * (N_ALONE + N_ITEMS) + N_LEAVING
+        n_asked = 2 * (N_ALONE + N_ITEMS) + N_LEAVING + len(FEWER)
         text = cluster.metrics(cluster.decodes[0])
         assert metric(text, "k3_draft_bootstrap_total", kind="transferred") == n_asked
     return served
@@ -228,6 +232,14 @@ def test_prompts_found_in_a_cache_are_drafted_as_well_as_in_one_process(served, 
     assert all(n % PAGE == 0 for n in cached), cached
     assert length(served.together_again) == pytest.approx(length(local), rel=0.01)
     assert length(served.alone_again) == pytest.approx(length(local[:N_ALONE]), rel=0.01)
+
+
+def test_requests_that_want_fewer_drafts_get_the_same_tokens(served) -> None:
+    for most, asked, before in zip(FEWER, served.limited, served.together, strict=False):
+        assert asked.ids == before.ids
+        assert asked.acceptance is not None
+        accepted = [j for j, n in enumerate(asked.acceptance.histogram) if n]
+        assert max(accepted, default=0) == most, asked.acceptance
 
 
 def test_statistics_of_an_answer_add_up(served) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -178,6 +179,23 @@ def watched(group: DecodeGroup) -> list[Plan]:
 
     group.scheduler.plan = plan
     return plans
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_want_fewer_drafts_get_the_same_tokens(
+    world: World, model: Model, depth: int
+) -> None:
+    wanted = [0, 3, None, 1, 0, 7, 2]
+    group = DecodeGroup(model, max_rows=4, max_len=LONGEST, depth=depth)
+    plans = watched(group)
+    asks = [replace(a, draft_tokens=n) for a, n in zip(world.asks(WHICH), wanted, strict=True)]
+    for i, ask, ids in zip(WHICH, asks, group.play(asks), strict=True):
+        assert ids == world.truth[i][: ask.n_tokens], f"at most {ask.draft_tokens} drafts"
+    given: dict[int | None, set[int]] = {n: set() for n in wanted}
+    for step in (step for plan in plans for step in plan.rows):
+        given[step.request.spec.draft_tokens].add(step.draft_len)
+    most = {n: max(lengths) for n, lengths in given.items()}
+    assert most == {0: 0, 1: 1, 2: 2, 3: 3, 7: 7, None: 7}
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -43,6 +43,14 @@ def test_a_request_is_taken_as_it_came() -> None:
     assert [(c.instance_id, c.address) for c in spec.candidates] == [("p", "a:1")]
 
 
+@pytest.mark.dspark
+@pytest.mark.parametrize(
+    ("changes", "most"), [({}, None), ({"draft_tokens": 0}, 0), ({"draft_tokens": 3}, 3)]
+)
+def test_a_request_may_ask_for_fewer_drafts(changes: dict[str, object], most: int | None) -> None:
+    assert wire.request_spec(message(**changes), VOCAB).draft_tokens == most
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

@@ -207,6 +207,20 @@ async def test_a_server_may_report_how_drafts_fared_without_being_asked(
             assert statistics["mean_acceptance_length"] == 2.0
 
 
+@pytest.mark.dspark
+async def test_a_request_may_ask_for_fewer_drafts(folder: Path) -> None:
+    async with running_router(folder) as router:
+        for more, most in (({}, None), ({"draft_tokens": 0}, 0), ({"draft_tokens": 3}, 3)):
+            answer = await router.client.post(TEXT, json={"prompt": "x"} | more)
+            assert answer.status_code == 200
+            (asked,) = router.decode.requests[-1:]
+            assert (asked.draft_tokens if asked.HasField("draft_tokens") else None) == most
+        for wrong in (-1, 1.5, "3", True):
+            answer = await router.client.post(TEXT, json={"prompt": "x", "draft_tokens": wrong})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "draft_tokens"
+
+
 def test_the_router_holds_neither_torch_nor_much_memory() -> None:
     program = (
         "import sys, router.__main__, router.text.folder as f, pathlib\n"
