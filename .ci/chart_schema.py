@@ -19,6 +19,7 @@ CHART_OWNED = {
         "role",
         "model.path",
         "model.name",
+        "model.device",
         "transfer.port_range",
         "serve.host",
         "serve.port",

@@ -1,12 +1,16 @@
-"""A rendering of the chart: its objects, found by kind and component."""
+"""A rendering of the chart: its objects by kind and component, its configurations as the processes read them."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from k3.config.commandline import ENGINE_ALIASES, ROUTER_ALIASES, parse
+from k3.config.load import load_engine, load_router
+from k3.config.tree import EngineConfig, RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/k3-serving"
@@ -52,3 +56,17 @@ class Rendered:
 
 
 Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def load(component: str, text: str, folder: Path) -> Any:
+    """The process's own reading of its YAML; fails with every problem but the lack of a GPU here."""
+    file = folder / f"{component}.yaml"
+    file.write_text(text)
+    # The image's model is the embedded one; a mounted folder does not exist here.
+    argv = ["--config", str(file), "--model-path", ""]
+    if component == "router":
+        return load_router(parse("k3-router", RouterConfig, ROUTER_ALIASES, argv), {}).require()
+    line = parse(f"k3-{component}", EngineConfig, ENGINE_ALIASES, argv)
+    loaded = load_engine(component, line, {})
+    problems = tuple(p for p in loaded.problems if p.code != "DEVICE")
+    return replace(loaded, problems=problems).require()

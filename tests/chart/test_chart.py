@@ -12,25 +12,21 @@ from typing import Any
 import pytest
 import yaml
 
-from k3.config.commandline import ENGINE_ALIASES, ROUTER_ALIASES, parse
 from k3.config.keys import keys_of
-from k3.config.load import load_engine, load_router
 from k3.config.tree import EngineConfig, RouterConfig
-from tests.chart.rendered import CHART, COMPONENTS, ENGINES, PROBES, ROOT, VALUES, Helm, Rendered
+from tests.chart.rendered import (
+    CHART,
+    COMPONENTS,
+    ENGINES,
+    PROBES,
+    ROOT,
+    VALUES,
+    Helm,
+    Rendered,
+    load,
+)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-def load(component: str, text: str, folder: Path) -> Any:
-    """The process's own reading of its YAML; fails with every problem."""
-    file = folder / f"{component}.yaml"
-    file.write_text(text)
-    # The image's model is the embedded one; a mounted folder does not exist here.
-    argv = ["--config", str(file), "--model-path", ""]
-    if component == "router":
-        return load_router(parse("k3-router", RouterConfig, ROUTER_ALIASES, argv), {}).require()
-    line = parse(f"k3-{component}", EngineConfig, ENGINE_ALIASES, argv)
-    return load_engine(component, line, {}).require()
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -129,6 +125,42 @@ def test_the_grace_period_covers_the_drain(
     drain = config.http if component == "router" else config.serve
     grace = rendered.pod(component)["terminationGracePeriodSeconds"]
     assert grace == drain.drain_delay_s + drain.drain_timeout_s + 30
+
+
+@pytest.mark.parametrize(
+    ("setting", "ending_s"),
+    [("lease_s=45", 45), ("lease_s=1.5m", 90), ("drain_s=12s", 32), ("drain_s=500ms", 30)],
+)
+def test_the_grace_period_covers_how_long_transfers_may_take_to_end(
+    render: Callable[..., Rendered], tmp_path: Path, setting: str, ending_s: int
+) -> None:
+    r = render(VALUES[0], f"decode.config.transfer.{setting}")
+    config = load("decode", r.config("decode"), tmp_path)
+    assert max(30, config.transfer.lease_s, config.transfer.drain_s + 20) == ending_s
+    drained_s = config.serve.drain_delay_s + config.serve.drain_timeout_s
+    assert r.pod("decode")["terminationGracePeriodSeconds"] == drained_s + ending_s
+    assert r.pod("prefill")["terminationGracePeriodSeconds"] == 5 + 60 + 30
+
+
+def test_pods_are_spread_among_their_own_unless_a_selector_says_otherwise(
+    render: Callable[..., Rendered],
+) -> None:
+    field = "decode.topologySpreadConstraints"
+    r = render(
+        VALUES[0],
+        f"{field}[0].topologyKey=kubernetes.io/hostname",
+        f"{field}[1].topologyKey=zone",
+        f"{field}[1].labelSelector.matchLabels.app=other",
+        "decode.priorityClassName=high",
+        "router.runtimeClassName=sandboxed",
+    )
+    selectors = [c["labelSelector"] for c in r.pod("decode")["topologySpreadConstraints"]]
+    own = r.workload("decode")["spec"]["selector"]
+    assert selectors == [own, {"matchLabels": {"app": "other"}}]
+    assert r.pod("decode")["priorityClassName"] == "high"
+    assert r.pod("router")["runtimeClassName"] == "sandboxed"
+    for name in ("topologySpreadConstraints", "priorityClassName", "runtimeClassName"):
+        assert name not in r.pod("prefill")
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -253,6 +285,7 @@ def test_every_value_of_our_own_is_closed_by_the_schema() -> None:
         ("image.tag=latest", "tag"),
         ("decode.shmSize=lots", "shmSize"),
         ("router.service.type=Ingress", "type"),
+        ("decode.priorityClassName=High", "priorityClassName"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(helm: Helm, setting: str, complaint: str) -> None:

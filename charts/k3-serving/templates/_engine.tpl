@@ -24,7 +24,26 @@
 {{- $_ := set $ours "role" $values.role -}}
 {{- end -}}
 {{- $model := include "k3.modelConfig" .root | fromYaml -}}
+{{- $_ := set $model.model "device" (include "k3.device" .) -}}
 {{- toYaml (mergeOverwrite (deepCopy $values.config) $model $ours) -}}
+{{- end -}}
+
+{{/* cuda or cpu, as `gpu.count` says; ranks and GPUs must be as many. */}}
+{{- define "k3.device" -}}
+{{- $values := index .root.Values .component -}}
+{{- $tls := .root.Values.transfer.ucxTls -}}
+{{- $gpus := int $values.gpu.count -}}
+{{- $ranks := 1 -}}
+{{- range $size := list "pp" "tp" "cp" }}{{ $ranks = mul $ranks (dig "parallel" $size 1 $values.config) | int }}{{ end -}}
+{{- if eq $gpus 0 -}}
+cpu
+{{- else if ne $gpus $ranks -}}
+{{- fail (printf "%s.gpu.count=%d: every rank needs a GPU of its own, and pp * tp * cp of %s.config.parallel is %d; set %s.gpu.count=%d or change parallel" .component $gpus .component $ranks .component $ranks) -}}
+{{- else if not (regexMatch "^$|^\\^|\\b(cuda|cuda_copy|all)\\b" $tls) -}}
+{{- fail (printf "transfer.ucxTls=%s: nothing in it reaches GPU memory, and %s.gpu.count=%d; add cuda_copy and cuda_ipc, or leave it empty" $tls .component $gpus) -}}
+{{- else -}}
+cuda
+{{- end -}}
 {{- end -}}
 
 {{- define "k3.engineConfigMap" -}}

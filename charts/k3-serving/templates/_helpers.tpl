@@ -57,7 +57,7 @@ model:
 serviceAccountName: {{ include "k3.serviceAccount" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add $values.drain.delaySeconds $values.drain.timeoutSeconds 30 }}
+terminationGracePeriodSeconds: {{ include "k3.gracePeriod" $values }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -71,14 +71,17 @@ securityContext:
   fsGroup: 10001
   seccompProfile:
     type: RuntimeDefault
-{{- with $values.nodeSelector }}
-nodeSelector: {{ toYaml . | nindent 2 }}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" }}
+{{- with index $values $field }}
+{{ dict $field . | toYaml }}
 {{- end }}
-{{- with $values.tolerations }}
-tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
-{{- with $values.affinity }}
-affinity: {{ toYaml . | nindent 2 }}
+{{- with $values.topologySpreadConstraints }}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "k3.selector" $ | fromYaml)) }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ hasKey . "labelSelector" | ternary . (merge (deepCopy .) $own) | toYaml | nindent 4 | trim }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
@@ -89,15 +92,55 @@ image: {{ include "k3.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: ["k3-{{ .component }}"]
 args: ["--config", "/etc/k3/config.yaml"]
-{{- with $values.extraEnv }}
+{{- with include "k3.env" . | fromYamlArray }}
 env: {{ toYaml . | nindent 2 }}
 {{- end }}
-resources: {{ toYaml $values.resources | nindent 2 }}
+resources: {{ include "k3.resources" $values | nindent 2 }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities:
     drop: [ALL]
+    {{- if dig "rdma" "enabled" false $values }}
+    add: [IPC_LOCK]
+    {{- end }}
+{{- end -}}
+
+{{/* What the values of both engines say about UCX, then the component's own variables. dict root, component. */}}
+{{- define "k3.env" -}}
+{{- $own := (index .root.Values .component).extraEnv -}}
+{{- $named := list -}}
+{{- range $own }}{{ $named = append $named .name }}{{ end -}}
+{{- $env := list -}}
+{{- if ne .component "router" -}}
+{{- $transfer := .root.Values.transfer -}}
+{{- range $name, $value := dict "UCX_TLS" $transfer.ucxTls "UCX_NET_DEVICES" $transfer.ucxNetDevices -}}
+{{- if and $value (not (has $name $named)) }}{{ $env = append $env (dict "name" $name "value" $value) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- concat $env $own | toYaml -}}
+{{- end -}}
+
+{{/* `resources` with the component's GPUs and RDMA devices. The argument is the component's values. */}}
+{{- define "k3.resources" -}}
+{{- $devices := dict -}}
+{{- with .gpu }}{{ if .count }}{{ $_ := set $devices .resourceName .count }}{{ end }}{{ end -}}
+{{- with .rdma }}{{ if .enabled }}{{ $_ := set $devices .resourceName .count }}{{ end }}{{ end -}}
+{{- mergeOverwrite (deepCopy .resources) (dict "limits" $devices) | toYaml -}}
+{{- end -}}
+
+{{/* Drain, then 30 s; more for an engine whose transfers may take longer to end. The argument is its values. */}}
+{{- define "k3.gracePeriod" -}}
+{{- $lease := include "k3.seconds" (dig "transfer" "lease_s" 30 .config) | int -}}
+{{- $quiet := include "k3.seconds" (dig "transfer" "drain_s" 10 .config) | int -}}
+{{- add .drain.delaySeconds .drain.timeoutSeconds (max 30 $lease (add $quiet 20)) -}}
+{{- end -}}
+
+{{/* Whole seconds, rounded up, of a duration as configurations write it: 45, 500ms, 30s, 5m, 1h. */}}
+{{- define "k3.seconds" -}}
+{{- $unit := toString . | regexFind "[a-z]*$" -}}
+{{- $scale := get (dict "ms" 0.001 "" 1.0 "s" 1.0 "m" 60.0 "h" 3600.0) $unit -}}
+{{- mulf (toString . | trimSuffix $unit) $scale | ceil -}}
 {{- end -}}
 
 {{/* Probes on a port's real endpoints; the argument is the port's name. */}}
