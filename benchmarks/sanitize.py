@@ -35,7 +35,7 @@ def _others() -> None:
     o = torch.randn(5, 3, 48, device="cuda").bfloat16()
     lse, up = torch.randn(5, 3, device="cuda"), torch.randn(3, 48, 20, device="cuda").bfloat16()
     message = ops.pack(o, lse, up)
-    merged = ops.merge_packed(torch.stack((message, message)), torch.bfloat16)
+    merged = ops.merge_packed(torch.cat((message, message)), torch.bfloat16)
     expected = torch.einsum("thc,hcv->thv", o.double(), up.double())
     error = float((merged.double() - expected).norm() / expected.norm())
     assert error < 0.01, f"message: relative error {error:.4f}"

@@ -130,31 +130,39 @@ class Mla:
             return self.shard.all_reduce(self.block(x_TD, latents, batch.slot_T, plan))
         query, latent, gate = self._enter(x_TD)
         self.ops.write(latents, batch.slot_T, latent)
-        q_n, q_r = query.split((self.spec.nope_dim, self.spec.rope_dim), -1)
-        absorbed = torch.bmm(q_n.transpose(0, 1), self.k_up_HNC).transpose(0, 1)
-        q_THK = torch.cat((absorbed, q_r), -1)
+        q_THK = self._absorb(query)
         o, lse = self.ops.decode(q_THK, latents, plan, self.spec.scale, self.spec.kv_lora_rank)
         if self.context.size == 1:
             o = self._values(o)
         elif self.exchange == "latent":
-            o = self._values(self._to_head_owners(self.ops.pack(o, lse, None), o.dtype))
+            o = self._values(self._to_head_owners(o, lse, None))
         elif self.gathers:
-            o = self._to_everybody(self.ops.pack(o, lse, self.v_up_HCV), o.dtype)
+            o = self._to_everybody(o, lse)
         else:
-            o = self._to_head_owners(self.ops.pack(o, lse, self.v_up_HCV), o.dtype)
+            o = self._to_head_owners(o, lse, self.v_up_HCV)
         return self._leave(o, gate)
 
     def _values(self, o_THC: Tensor) -> Tensor:
         """Up-projection of the heads in `o_THC`: [T, H, V]."""
         return torch.bmm(o_THC.transpose(0, 1), self.v_up_HCV).transpose(0, 1)
 
-    def _to_head_owners(self, message_THb: Tensor, dtype: torch.dtype) -> Tensor:
-        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, X]."""
-        by_rank = message_THb.unflatten(1, (self.context.size, self.n_out)).movedim(1, 0)
-        return self.ops.merge_packed(self.context.all_to_all(by_rank), dtype)
+    def _absorb(self, query_THD: Tensor) -> Tensor:
+        """Queries in the latent's space, shared dims behind: [T, H, K]. The product writes where attention reads."""
+        nope, latent = self.spec.nope_dim, self.spec.kv_lora_rank
+        q_THK = query_THD.new_empty(*query_THD.shape[:2], latent + self.spec.rope_dim)
+        heads_first = q_THK[..., :latent].transpose(0, 1)
+        torch.bmm(query_THD[..., :nope].transpose(0, 1), self.k_up_HNC, out=heads_first)
+        q_THK[..., latent:] = query_THD[..., nope:]
+        return q_THK
 
-    def _to_everybody(self, message_THb: Tensor, dtype: torch.dtype) -> Tensor:
+    def _to_head_owners(self, o_THC: Tensor, lse_TH: Tensor, up_HCV: Tensor | None) -> Tensor:
+        """Partials of all heads over own keys -> merged output of own heads over all keys [T, J, X]."""
+        by_rank = self.ops.pack(o_THC, lse_TH, up_HCV, self.context.size)
+        return self.ops.merge_packed(self.context.all_to_all(by_rank), o_THC.dtype)
+
+    def _to_everybody(self, o_THC: Tensor, lse_TH: Tensor) -> Tensor:
         """Partials of own heads over own keys -> merged output of the stage's heads over all keys [T, J, X]."""
-        received = self.shard.all_gather(message_THb.unsqueeze(0), 0)  # [F, T, H, bytes]
+        message_1THb = self.ops.pack(o_THC, lse_TH, self.v_up_HCV, 1)
+        received = self.shard.all_gather(message_1THb, 0)  # [F, T, H, bytes]
         by_context = received.unflatten(0, (self.tp, self.context.size)).movedim(0, 2).flatten(2, 3)
-        return self.ops.merge_packed(by_context, dtype)
+        return self.ops.merge_packed(by_context, o_THC.dtype)

@@ -98,8 +98,10 @@ class AttentionOps(Protocol):
         """Expanded causal attention over cached latents and the chunk: o [T, H, V]."""
         ...
 
-    def pack(self, o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None) -> Tensor:
-        """What a context rank sends, [T, H, bytes]. Rules: `reference.message`."""
+    def pack(
+        self, o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None, n_messages: int = 1
+    ) -> Tensor:
+        """What a context rank sends to each of `n_messages`, [R, T, H / R, bytes]. Rules: `reference.message`."""
         ...
 
     def merge_packed(self, message_RTHb: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,13 +41,13 @@ class TritonDense:
     situ = staticmethod(norm.situ)
 
     def projection(self, weight_OI: Tensor) -> Projection:
-        """Torch's own product. Raises BackendError for float64, which norms here do not compute in."""
+        """Torch's own product, rows aligned. Raises BackendError for float64, which norms here do not compute in."""
         if weight_OI.dtype not in DTYPES:
             raise BackendError(
                 f"backends.kda=triton: weights of {weight_OI.dtype}: expected one of {', '.join(map(str, DTYPES))}; "
                 "set backends.kda=reference"
             )
-        return Product(weight_OI)
+        return Product.of(weight_OI)
 
     def ring_block(self, layer: AnyLayer, rotation: DraftRotation) -> RingBlock | None:
         """Layers whose heads fit a program's tiles."""

@@ -29,19 +29,23 @@ def _project(
     up_head,
     up_c,
     up_v,
+    to_message,
     to_token,
     to_head,
+    lse_to_message,
     lse_to_token,
     lse_to_head,
     H: tl.constexpr,
+    J: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One head of some tokens: the output times the value projection, beside its lse."""
+    """One head of some tokens: the output times the value projection, beside its lse. J: heads of a message."""
     head = tl.program_id(0).to(tl.int64)
+    message, place = head // J, head % J
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     v = tl.arange(0, BLOCK_V)
@@ -54,19 +58,22 @@ def _project(
         o_TC = tl.load(o_at, mask=real[:, None] & here[None, :], other=0.0)
         up_CV = tl.load(up_at, mask=here[:, None] & value[None, :], other=0.0)
         acc = tl.dot(o_TC, up_CV, acc, input_precision="ieee")
-    at = to_o + t[:, None] * to_token + head * to_head + v[None, :]
+    at = to_o + message * to_message + t[:, None] * to_token + place * to_head + v[None, :]
     tl.store(at, acc.to(to_o.dtype.element_ty), mask=real[:, None] & value[None, :])
     log_sum = tl.load(lse + t * H + head, mask=real, other=0.0)
-    tl.store(to_lse + t * lse_to_token + head * lse_to_head, log_sum, mask=real)
+    at = to_lse + message * lse_to_message + t * lse_to_token + place * lse_to_head
+    tl.store(at, log_sum, mask=real)
 
 
-def pack(o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None) -> Tensor:
-    """[T, H, bytes] uint8. Without a projection there is nothing to fuse."""
+def pack(o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None, n_messages: int = 1) -> Tensor:
+    """[R, T, H / R, bytes] uint8, R = `n_messages`. Without a projection there is nothing to fuse."""
     if value_up_HCV is None:
-        return reference.pack(o_THC, lse_TH, None)
+        return reference.pack(o_THC, lse_TH, None, n_messages)
     n_tokens, heads, latent = o_THC.shape
-    dim, size = value_up_HCV.shape[2], o_THC.element_size()
-    message = torch.empty(n_tokens, heads, dim * size + 4, dtype=torch.uint8, device=o_THC.device)
+    dim, size, share = value_up_HCV.shape[2], o_THC.element_size(), heads // n_messages
+    assert share * n_messages == heads, f"{heads} heads in {n_messages} messages"
+    shape = (n_messages, n_tokens, share, dim * size + 4)
+    message = torch.empty(shape, dtype=torch.uint8, device=o_THC.device)
     to_o, to_lse = _views(message, o_THC.dtype)
     block_t = min(64, max(16, triton.next_power_of_2(n_tokens)))
     assert o_THC.stride(2) == 1, "a head's latent is contiguous"
@@ -74,6 +81,7 @@ def pack(o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None) -> Tensor:
         "dict[str, Any]",
         {
             "H": heads,
+            "J": share,
             "C": latent,
             "V": dim,
             "BLOCK_T": block_t,
@@ -90,7 +98,7 @@ def pack(o_THC: Tensor, lse_TH: Tensor, value_up_HCV: Tensor | None) -> Tensor:
         n_tokens,
         *o_THC.stride()[:2],
         *value_up_HCV.stride(),
-        *to_o.stride()[:2],
+        *to_o.stride()[:3],
         *to_lse.stride(),
         **constants,
     )

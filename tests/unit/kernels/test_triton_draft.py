@@ -53,7 +53,7 @@ class TargetByTorch(ReferenceDense, TritonDense):
     """The kernels for drafts alone: in the interpreter the target's would take minutes."""
 
     def projection(self, weight_OI: Tensor) -> Projection:
-        return Product(weight_OI)
+        return Product.of(weight_OI)
 
 
 @pytest.mark.parametrize("flavour", ["mla", "gqa"])

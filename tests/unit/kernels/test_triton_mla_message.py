@@ -14,14 +14,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in lo
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 65])
-def test_projected_messages_equal_the_reference(tokens: int) -> None:
+@pytest.mark.parametrize("messages", [1, 2, 6])
+def test_projected_messages_equal_the_reference(tokens: int, messages: int) -> None:
     torch.manual_seed(tokens)
-    o, lse = torch.randn(tokens, 3, 24), torch.randn(tokens, 3)
-    up = torch.randn(3, 20 + 6, 24)[:, 6:].transpose(1, 2)  # as the model slices it
+    o, lse = torch.randn(tokens, 6, 24), torch.randn(tokens, 6)
+    up = torch.randn(6, 20 + 6, 24)[:, 6:].transpose(1, 2)  # as the model slices it
     lse[0, 1] = float("-inf")
-    got = mla_message.pack(*(x.to(DEVICE) for x in (o, lse, up))).cpu()
-    expected = reference.pack(o, lse, up)
-    assert got.shape == expected.shape
+    got = mla_message.pack(*(x.to(DEVICE) for x in (o, lse, up)), messages).cpu()
+    expected = reference.pack(o, lse, up, messages)
+    assert got.shape == expected.shape == (messages, tokens, 6 // messages, 20 * 4 + 4)
+    assert got.is_contiguous(), "a message is sent as it lies"
     assert torch.equal(got[..., -4:], expected[..., -4:])
     assert_close(
         got.view(torch.float32)[..., :-1], expected.view(torch.float32)[..., :-1], 1e-5, "o"
@@ -33,8 +35,8 @@ def test_messages_are_merged_where_they_arrived() -> None:
     o, lse = torch.randn(4, 7, 6, 20), torch.randn(4, 7, 6)
     lse[2, 3] = float("-inf")
     o[2, 3] = float("nan")
-    sent = torch.stack([reference.pack(o[r], lse[r], None) for r in range(4)])
-    by_rank = sent.unflatten(2, (2, 3)).movedim(2, 0)[1]  # a strided half of the heads
+    sent = torch.cat([reference.pack(o[r], lse[r], None) for r in range(4)])
+    by_rank = sent.unflatten(2, (2, 3))[:, :, 1]  # a strided half of the heads
     got = mla_message.merge_packed(by_rank.to(DEVICE), torch.float32).cpu()
     assert_close(got, reference.merge_packed(by_rank, torch.float32), 1e-6, "o")
 
