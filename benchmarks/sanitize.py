@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
-    "attnres": "3-1-100",
+    "attnres": "3-1-100 or 1-2-7168",
     "chunk": "small or 70-3-32",
     "draft": "12345-bfloat16 or 3-333-5 or torch_does[333]",
     "kda": "bfloat16 and (room or softplus or strong or few) or many_heads and (room or softplus)",

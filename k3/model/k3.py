@@ -24,6 +24,7 @@ from k3.model.mla import Mla
 from k3.model.moe import Moe
 from k3.model.names import expert_of, layer_of, layer_prefix
 from k3.model.spec import K3Spec
+from k3.model.stream import Stream
 from k3.model.weights import Weights
 from k3.parallel.collectives import Groups
 from k3.parallel.frame import EMBEDDING_TAP, Frame, frame_layout
@@ -52,17 +53,16 @@ class Layer:
         exchange: str,
     ) -> None:
         self.index = layer
-        self.eps = spec.rms_norm_eps
-        self.comm, self.ops = groups.shard, ops.dense
+        self.comm = groups.shard
         prefix = layer_prefix(layer)
         block = spec.attn_res_block
         self.opens_block = block is not None and layer % block == 0
         self.attention_site = self.ffn_site = None
         if block is not None:
             self.attention_site = MixingSite(
-                weights, f"{prefix}self_attention_res", self.eps, ops.mix
+                weights, f"{prefix}self_attention_res", spec.rms_norm_eps, ops.mix
             )
-            self.ffn_site = MixingSite(weights, f"{prefix}mlp_res", self.eps, ops.mix)
+            self.ffn_site = MixingSite(weights, f"{prefix}mlp_res", spec.rms_norm_eps, ops.mix)
         self.input_norm = weights.take(f"{prefix}input_layernorm.weight")
         self.ffn_norm = weights.take(f"{prefix}post_attention_layernorm.weight")
         attention = f"{prefix}self_attn."
@@ -77,34 +77,17 @@ class Layer:
         else:
             self.ffn = GatedMlp(weights, f"{prefix}mlp.", spec.situ, place.shard, ops.dense)
 
-    def mixture(self, frame: Frame, n_blocks: int) -> Tensor:
-        """What the attention sublayer reads, before its norm."""
-        if self.attention_site is None:
-            return frame.hidden_TH
-        return self.attention_site(frame, n_blocks)
-
     def run(
-        self,
-        frame: Frame,
-        n_blocks: int,
-        mixture_TD: Tensor,
-        caches: StageCaches,
-        batch: Batch,
-        plan: DecodePlan | None,
-    ) -> int:
-        """Advance the frame's residual in place; returns the number of banked blocks afterwards."""
-        residual = frame.hidden_TH
-        x = self.ops.rms_norm(mixture_TD, self.input_norm, self.eps)
+        self, stream: Stream, caches: StageCaches, batch: Batch, plan: DecodePlan | None
+    ) -> None:
+        """Both sublayers: each reads the stream and adds to it."""
+        x = stream.read(self.attention_site, self.input_norm)
         attended = self._attend(x, caches, batch, plan)
         if self.opens_block:
-            frame.bank_TH(n_blocks).copy_(residual)
-            residual.copy_(attended)
-            n_blocks += 1
+            stream.open_block(attended)
         else:
-            residual.add_(attended)
-        h = residual if self.ffn_site is None else self.ffn_site(frame, n_blocks)
-        residual.add_(self._feed_forward(self.ops.rms_norm(h, self.ffn_norm, self.eps)))
-        return n_blocks
+            stream.add(attended)
+        stream.add(*self._feed_forward(stream.read(self.ffn_site, self.ffn_norm)))
 
     def _attend(
         self, x_TD: Tensor, caches: StageCaches, batch: Batch, plan: DecodePlan | None
@@ -122,9 +105,10 @@ class Layer:
                 return self.comm.all_reduce(kda.verify(x_TD, caches, batch))
         raise AssertionError("unreachable: every layer is MLA or KDA, every batch chunk or verify")
 
-    def _feed_forward(self, x_TD: Tensor) -> Tensor:
-        y = self.ffn(x_TD)
-        return y if isinstance(self.ffn, Moe) else self.comm.all_reduce(y)
+    def _feed_forward(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        if isinstance(self.ffn, Moe):
+            return self.ffn(x_TD)
+        return (self.comm.all_reduce(self.ffn(x_TD)),)
 
 
 class Stage:
@@ -191,16 +175,18 @@ class Stage:
         frame = Frame.empty(self.out_layout, batch.n_tokens, self.dtype, self.device)
         self._open(frame, incoming, batch)
         plan = self._plan(caches, batch)
-        n_blocks = self.in_layout.bank
+        stream = Stream(frame, self.in_layout.bank, self.ops, self.spec.rms_norm_eps)
         for layer in self.layers:
-            mixture = layer.mixture(frame, n_blocks)
-            self._tap_mixture(frame, layer.index - 1, mixture)
-            n_blocks = layer.run(frame, n_blocks, mixture, caches, batch, plan)
-            self._tap_residual(frame, layer.index)
+            self._tap_mixture(stream, layer.index - 1, layer.attention_site)
+            layer.run(stream, caches, batch, plan)
+            self._tap_residual(stream, layer.index)
+        stream.settle()
         if self.place.is_last and self.tap_stream == "mixture":
             last = self.spec.num_layers - 1
             if last in self.taps:
-                frame.tap_TH(last).copy_(self._output_mixture(frame.candidates_TJH(n_blocks)))
+                frame.tap_TH(last).copy_(
+                    self._output_mixture(frame.candidates_TJH(stream.n_blocks))
+                )
         return StageOutput(frame, frame.taps_TXH)
 
     def _open(self, frame: Frame, incoming: Frame | None, batch: Batch) -> None:
@@ -222,13 +208,14 @@ class Stage:
             batch.page_table_BW, batch.bound_T, batch.group, batch.max_bound, page_tokens
         )
 
-    def _tap_mixture(self, frame: Frame, completed: int, mixture_TD: Tensor) -> None:
+    def _tap_mixture(self, stream: Stream, completed: int, site: MixingSite | None) -> None:
         if self.tap_stream == "mixture" and completed >= 0 and completed in self.taps:
-            frame.tap_TH(completed).copy_(mixture_TD)
+            stream.frame.tap_TH(completed).copy_(stream.mixture(site))
 
-    def _tap_residual(self, frame: Frame, completed: int) -> None:
+    def _tap_residual(self, stream: Stream, completed: int) -> None:
         if self.tap_stream == "prefix" and completed in self.taps:
-            frame.tap_TH(completed).copy_(frame.hidden_TH)
+            stream.settle()
+            stream.frame.tap_TH(completed).copy_(stream.frame.hidden_TH)
 
     def _output_mixture(self, candidates_TJD: Tensor) -> Tensor:
         if self.output_site is None:

@@ -26,7 +26,7 @@ from k3.parallel.mesh import Place
 
 
 class Moe:
-    """One layer's experts; returns the complete output of its routed part plus a partial shared sum."""
+    """One layer's experts."""
 
     def __init__(
         self,
@@ -78,22 +78,24 @@ class Moe:
         """Expert ids [T, k] and weights [T, k] (wide)."""
         return self.ops.route(x_TD, self.gate, self.bias, self.rule)
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, D], complete on every rank of the shard group."""
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """What the layer adds, each [T, D] and complete on every rank of the shard group.
+
+        Routed experts, then shared ones; one output where one operation computes the layer.
+        """
         if self.block is not None and len(x_TD) <= self.block.most_tokens:
-            return self.block(x_TD)
+            return (self.block(x_TD),)
         ids, weight = self.route(x_TD)
         z = x_TD if self.spec.latent is None else self.down(x_TD)
         routed = self.ops.experts(
             z, ids, weight, self.experts, self.situ.beta, self.situ.linear_beta
         )
         routed, shared = self._summed(routed, self.shared(x_TD) if self.shared else None)
-        y = routed.to(x_TD.dtype)
-        if self.spec.latent_norm:
-            y = self.dense.rms_norm(y, self.norm, self.eps)
+        norm = self.norm if self.spec.latent_norm else None
+        y = routed.to(x_TD.dtype) if norm is None else self.dense.rms_norm(routed, norm, self.eps)
         if self.spec.latent is not None:
             y = self.up(y)
-        return y if shared is None else y + shared.to(x_TD.dtype)
+        return (y,) if shared is None else (y, shared)
 
     def _summed(self, routed_TZ: Tensor, shared_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Both outputs summed over the shard group, in one message."""

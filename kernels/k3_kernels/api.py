@@ -47,7 +47,7 @@ class DenseOps(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last axis; in x's dtype."""
+        """Over the last axis; in the weight's dtype, to which x is rounded first."""
         ...
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -180,6 +180,21 @@ class MixOp(Protocol):
         ...
 
 
+class ReadOp(Protocol):
+    """All that lies between two sublayers, in one operation. Rules: `k3_kernels.reference.attnres.read`."""
+
+    def __call__(
+        self,
+        candidates_TJH: Tensor,
+        outputs: tuple[Tensor, ...],
+        score_H: Tensor | None,
+        norm_H: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Outputs to the residual (in place), mixture of the candidates, norm: [T, H]."""
+        ...
+
+
 class ReferenceDense:
     """Torch reference; any device, any float dtype."""
 
@@ -258,13 +273,14 @@ class ReferenceMoe:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Everything chosen, by concrete name in `chosen`."""
+    """Everything chosen, by concrete name in `chosen`. read: None where its parts are operations of their own."""
 
     dense: DenseOps
     attention: AttentionOps
     kda: KdaOps
     moe: MoeOps
     mix: MixOp
+    read: ReadOp | None
     chosen: Backends
     capturable: bool
 
@@ -328,17 +344,17 @@ def _moe(name: str, device: torch.device) -> tuple[str, MoeOps]:
     return name, ReferenceMoe()
 
 
-def _mix(kda_name: str) -> MixOp:
+def _mix(kda_name: str) -> tuple[MixOp, ReadOp | None]:
     """Mixing has no name of its own: it is by the same kernels as KDA."""
     if kda_name == "reference":
-        return attnres.mix
+        return attnres.mix, None
     if kda_name == "native":
         from k3_kernels.cpu.ops import NativeMix
 
-        return NativeMix()
-    from k3_kernels.triton.attnres import mix
+        return NativeMix(), None
+    from k3_kernels.triton.attnres import mix, read
 
-    return mix
+    return mix, read
 
 
 def _dense(kda_name: str) -> DenseOps:
@@ -367,12 +383,14 @@ def _select(backends: Backends, device: torch.device) -> Ops:
     kda_name, kda_ops = _kda(backends.kda, device)
     moe_name, moe_ops = _moe(backends.moe, device)
     chosen = Backends(attention_name, kda_name, moe_name)
+    mix, read = _mix(kda_name)
     return Ops(
         dense=_dense(kda_name),
         attention=attention,
         kda=kda_ops,
         moe=moe_ops,
-        mix=_mix(kda_name),
+        mix=mix,
+        read=read,
         chosen=chosen,
         capturable=attention_name in CAPTURABLE and kda_name == moe_name == "triton",
     )

@@ -105,7 +105,7 @@ class NativeDense:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`reference.norm.rms_norm`."""
-        if x.dtype not in DTYPES:
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
             return norm.rms_norm(x, weight, eps)
         y = x.new_empty(x.shape)
         x, stride = as_rows(x)

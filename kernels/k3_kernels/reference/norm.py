@@ -13,9 +13,10 @@ from k3_kernels.reference.precision import constant, inverse_rms, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., D], weight: [D] in x's dtype. Returns x's dtype."""
-    xw = x.to(wide(x.dtype))
-    return (xw * inverse_rms(xw, eps)).to(x.dtype) * weight
+    """x: [..., D], rounded to the weight's dtype first; weight: [D]. Returns the weight's dtype."""
+    dtype = weight.dtype
+    xw = x.to(dtype).to(wide(dtype))
+    return (xw * inverse_rms(xw, eps)).to(dtype) * weight
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -41,7 +41,8 @@ def _rms_norm(
     inside = (row < n_rows)[:, None] & (channel < width)[None, :]
     token, head = row // heads, row % heads
     at = (token * x_token + head * x_head)[:, None] + channel[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    x = (x if GATED else x.to(y_ptr.dtype.element_ty)).to(tl.float32)
     weight = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
     if GATED:
@@ -64,7 +65,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _normed(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gated: bool) -> Tensor:
-    y = torch.empty(*x.shape, dtype=gate.dtype, device=x.device)
+    y = torch.empty(*x.shape, dtype=(gate if gated else weight).dtype, device=x.device)
     width = x.shape[-1]
     n_rows = x.numel() // width
     if not n_rows:

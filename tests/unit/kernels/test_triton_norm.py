@@ -40,6 +40,14 @@ def test_rms_norm_equals_the_reference(
     assert_close(got, reference.rms_norm(x, weight, EPS), 2 * atol, "norm")
 
 
+def test_wide_rows_are_rounded_before_they_are_normalised() -> None:
+    x, weight = view(3, 100, dtype=torch.float32, seed=8), view(1, 100, dtype=torch.float16, seed=9)
+    got, expected = norm.rms_norm(x, weight[0], EPS), reference.rms_norm(x, weight[0], EPS)
+    assert got.dtype == expected.dtype == torch.float16
+    assert_close(got, expected, 8e-3, "norm")
+    assert_close(got, reference.rms_norm(x.half(), weight[0], EPS), 8e-3, "norm of rounded rows")
+
+
 @pytest.mark.parametrize("dtype, atol", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 16), (7, 3, 20), (0, 2, 8)], ids=str)
 def test_gated_rms_norm_of_wide_rows_equals_the_reference(

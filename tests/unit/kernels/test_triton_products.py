@@ -1,4 +1,4 @@
-"""Rows of a product's outputs start at aligned addresses, whatever their number: cuBLAS is four times slower otherwise."""
+"""Rows of a product's outputs start at aligned addresses, whatever their number; cuBLAS is slow otherwise."""
 
 from __future__ import annotations
 
