@@ -141,9 +141,9 @@ def _read(
         total = own + tl.sum(p, 0)
         mixture = residual * (own / total)
         for j in tl.range(0, n_blocks):
-            at = stream + (1 + j) * v_candidate + channel
+            banked = stream + (1 + j) * v_candidate + channel
             share = tl.sum(tl.where(block == j, p, 0.0), 0) / total
-            mixture += share * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            mixture += share * tl.load(banked, mask=inside, other=0.0).to(tl.float32)
         mixture = mixture.to(dtype).to(tl.float32)
     y = mixture * tl.rsqrt(tl.sum(mixture * mixture, 0) / width + eps)
     y = y.to(dtype).to(tl.float32) * tl.load(norm_ptr + channel, mask=inside, other=0.0).to(

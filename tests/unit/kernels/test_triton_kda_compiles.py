@@ -1,4 +1,4 @@
-"""KDA and expert kernels compile for Hopper without a GPU, in their own process.
+"""Kernels of everything but latent attention and drafts compile for Hopper without a GPU, in their own process.
 
 The interpreter accepts more than a compiler, and it never comes to what is only done for bfloat16.
 """
@@ -15,7 +15,8 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from k3_kernels.triton import kda_chunk, kda_decode, kda_each, kda_tokens, kda_verify, mla_prefill, moe, route
+from k3_kernels.triton import attnres, kda_chunk, kda_decode, kda_each, kda_tokens, kda_verify
+from k3_kernels.triton import mla_message, mla_prefill, moe, norm, route
 
 TYPES = dict.fromkeys(["u_ptr", "raw_ptr", "beta_ptr", "windows_ptr", "tails_ptr", "past_ptr"], "*bf16")
 TYPES |= dict.fromkeys(["slots_ptr", "read_column_ptr"], "*i64")
@@ -51,6 +52,13 @@ build(route._logits, 4, TOKENS=16, EXPERTS=64, WIDTH=32, STAGES=2)
 heads = {"N": 32, "R": 16, "V": 32, "BLOCK_N": 32, "BLOCK_R": 16, "BLOCK_V": 32}
 TYPES["q_ptr"] = "*bf16"
 build(mla_prefill._attend, 4, TOKENS=64, KEYS=32, STAGES=2, **heads)
+TYPES |= dict.fromkeys(["v_ptr", "output_ptr", "norm_ptr", "weight_ptr", "o", "up", "to_o"], "*bf16")
+TYPES |= dict.fromkeys(["lse", "to_lse"], "*fp32")
+for outputs, blocks in ((0, 0), (1, 1), (2, 4)):
+    build(attnres._read, 8, OUTPUTS=outputs, BLOCKS=blocks, CHANNELS=512, WIDTH=2048)
+build(norm._rms_norm, 4, ROWS=2, WIDTH=1024, GATED=False)
+shape = {"H": 4, "J": 2, "C": 64, "V": 32, "BLOCK_T": 16, "BLOCK_C": 64, "BLOCK_V": 32}
+build(mla_message._project, 4, **shape)
 """
 
 
