@@ -42,6 +42,7 @@ class Moe:
         moe = spec.moe
         self.spec, self.situ, self.eps = moe, spec.situ, spec.rms_norm_eps
         self.ops, self.dense, self.comm = ops.moe, ops.dense, comm
+        self.dtype = weights.dtype
         ops.moe.require(weights.dtype)
         prefix = f"model.layers.{layer}.block_sparse_moe."
         acc = wide(weights.dtype)
@@ -98,12 +99,13 @@ class Moe:
         return (y,) if shared is None else (y, shared)
 
     def _summed(self, routed_TZ: Tensor, shared_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Both outputs summed over the shard group, in one message."""
+        """Both outputs summed over the shard group, in one message of the model's dtype as every other sum."""
         if self.comm.size == 1:
             return routed_TZ, shared_TD
+        routed_TZ = routed_TZ.to(self.dtype)
         if shared_TD is None:
             return self.comm.all_reduce(routed_TZ), None
-        packed = torch.cat((routed_TZ, shared_TD.to(routed_TZ.dtype)), 1)
+        packed = torch.cat((routed_TZ, shared_TD), 1)
         routed, shared = self.comm.all_reduce(packed).split(
             (routed_TZ.shape[1], shared_TD.shape[1]), 1
         )
