@@ -149,6 +149,11 @@ class Flavour:
         """Whether anything changes the logits before they are drawn from."""
         return self.bias or self.ban or self.counts or self.masks
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is all the same what the logits are, but for which one is the best."""
+        return not (self.sampled or self.edits or self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Params:

@@ -58,7 +58,7 @@ class Drawn:
     def write(self, drawn_BX: Tensor, logits_BGV: Tensor, flavour: Flavour) -> None:
         """Overwrite the first B rows with a step's tokens, and what was asked for about them.
 
-        The step's groups may be narrower than the buffers'.
+        The step's groups may be narrower than the buffers'. Logits of a plain flavour are not looked at.
         """
         n, group = logits_BGV.shape[:2]
         self.tokens[:n, :group].copy_(drawn_BX[:, :-1])

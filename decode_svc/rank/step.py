@@ -74,10 +74,10 @@ class VerifyStep:
         if acceptance != "match" and table.proposal_RKV is None:
             raise ValueError(f"acceptance={acceptance!r} needs a row table that keeps proposals")
         self._rule = RULES.get(acceptance)
-        self._greedy: drafts.GreedyJudge | None = None
-        if stage.groups.shard.size == 1:
-            self._greedy = drafts.greedy_judge(stage.ops.dense)
         self._stage, self._caches, self._table = stage, caches, table
+        assert stage.head is not None, "only the last stage judges"
+        self._head, self._shard = stage.head, stage.groups.shard
+        self._greedy = drafts.greedy_judge(stage.ops.dense, self._slices())
         self._drafting, self._runner, self._device = drafting, runner, device
         self.group = group
         most = runner.bucket(max_rows)
@@ -94,6 +94,13 @@ class VerifyStep:
         self._composition: Composition | None = None
         self._forward_s: float | None = None  # of the newest run of the work itself
         self._relay, self._n_steps = relay, 0
+
+    def _slices(self) -> drafts.Slices | None:
+        """Where several ranks share the vocabulary."""
+        if self._shard.size == 1:
+            return None
+        first = self._shard.rank * (self._table.vocab_size // self._shard.size)
+        return drafts.Slices(first, partial(self._shard.all_gather, dim=1))
 
     def warm_up(self, bucket: int) -> None:
         """Run a bucket of dummy rows: no page is written, no request's state is touched."""
@@ -138,7 +145,7 @@ class VerifyStep:
 
         limits: drafts at most in each group; all that a row has by default. group: tokens of every group, the most
         there is room for by default. proposes: whether the rows get drafts for their next group. All ranks launch the
-        same steps; every rank takes rank 0's tokens, so rows cannot drift apart.
+        same steps; every rank takes the same tokens, so rows cannot drift apart.
         """
         self._n_steps += 1
         group = group or self.group
@@ -202,7 +209,10 @@ class VerifyStep:
             incoming = self._relay.receive(self._n_steps, batch.verify.n_tokens)
         started = time.perf_counter()
         frame, taps = stage.forward(incoming, self._caches, batch.verify)
-        logits = stage.logits(stage.hidden(frame)).unflatten(0, (key.n_rows, key.group))
+        logits = self._head.projection(stage.hidden(frame))
+        if not flavour.is_plain:
+            logits = self._head.whole(logits)
+        logits = logits.unflatten(0, (key.n_rows, key.group))
         self._forward_s = time.perf_counter() - started
         drawn_BX = self._settle(batch, logits, flavour)
         drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
@@ -218,15 +228,23 @@ class VerifyStep:
             self._drawn.confidence[: key.n_rows].copy_(table.confidence_RK[batch.rows_B])
 
     def _settle(self, batch: GroupBatch, logits_BGV: Tensor, flavour: Flavour) -> Tensor:
-        """Judge the groups and overwrite their rows; tokens and accepted drafts, [B, G + 1], on every rank."""
+        """Judge the groups and overwrite their rows; tokens and accepted drafts, [B, G + 1], on every rank.
+
+        logits: of a plain flavour, those of this rank's slice of the vocabulary.
+        """
         table, rows_B = self._table, batch.rows_B
-        if self._greedy is not None and not flavour.sampled:
+        is_judged = flavour.is_plain or (self._shard.size == 1 and not flavour.sampled)
+        if self._greedy is not None and is_judged:
             scores = logits_BGV
             if flavour.edits:
                 scores = self._scores(batch, table.recipe(rows_B, flavour), logits_BGV)
             words = drafts.RowWords(batch.base_B, table.base_R, table.anchor_R, table.read_column_R)
             return self._greedy(scores, batch.drafts_BK, batch.draft_len_B, rows_B, words)
-        drawn_BX = self._stage.groups.shard.broadcast(self._judge(batch, logits_BGV, flavour))
+        if flavour.is_plain:
+            drawn_BG = self._head.best(logits_BGV.flatten(0, 1)).view(logits_BGV.shape[:2])
+            drawn_BX = _with_accepted(batch, drawn_BG)
+        else:
+            drawn_BX = self._shard.broadcast(self._judge(batch, logits_BGV, flavour))
         drawn_BG, accepted_B = drawn_BX[:, :-1], drawn_BX[:, -1]
         bonus_B = drawn_BG.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
         table.commit(rows_B, batch.base_B, accepted_B, bonus_B)
@@ -235,16 +253,14 @@ class VerifyStep:
     def _judge(self, batch: GroupBatch, logits_BGV: Tensor, flavour: Flavour) -> Tensor:
         """Tokens as emitted and accepted drafts of each row, [B, G + 1]; ranks other than 0 only make room for them."""
         n_rows, group = logits_BGV.shape[:2]
-        if self._stage.groups.shard.rank != 0:
+        if self._shard.rank != 0:
             return batch.rows_B.new_empty(n_rows, group + 1)
         recipe = self._table.recipe(batch.rows_B, flavour)
         position_BG = batch.next_T.view(n_rows, group)
         scores = self._scores(batch, recipe, logits_BGV)
         if self._rule is not None and flavour.sampled and group > 1:
             return self._weigh(batch, recipe, scores, position_BG)
-        drawn_BG = recipe.draw(scores, position_BG)
-        accepted_B = accept(drawn_BG, batch.drafts_BK, batch.draft_len_B)
-        return torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
+        return _with_accepted(batch, recipe.draw(scores, position_BG))
 
     def _scores(self, batch: GroupBatch, recipe: Recipe, logits_BGV: Tensor) -> Tensor:
         """What is drawn from, with the rows' edits and masks."""
@@ -285,7 +301,7 @@ class VerifyStep:
                 for token in ids if grammar is not None else ():
                     assert grammar is not None
                     grammar.accept(token)
-        if now.flavour.masks and self._stage.groups.shard.rank == 0:
+        if now.flavour.masks and self._shard.rank == 0:
             grammars = [self._table.grammar(row) for row in now.rows]
             drafts = self._buffers.drafts(len(now.rows))
             self._masks.fill(grammars, drafts)
@@ -299,6 +315,12 @@ class VerifyStep:
         if now.flavour.masks:
             self._unread.append((outcome, tuple(map(self._table.grammar, now.rows))))
         return outcome
+
+
+def _with_accepted(batch: GroupBatch, drawn_BG: Tensor) -> Tensor:
+    """Tokens and accepted drafts, [B, G + 1], where a draft is accepted that was drawn."""
+    accepted_B = accept(drawn_BG, batch.drafts_BK, batch.draft_len_B)
+    return torch.cat((drawn_BG, accepted_B.unsqueeze(1)), 1)
 
 
 def apply_rows(table: RowTable, plan: plan_pb2.StepPlan) -> None:

@@ -71,7 +71,7 @@ class Embedding:
 
 
 class Head:
-    """Hidden rows to logits over the whole vocabulary."""
+    """Hidden rows to logits. A rank computes those of its slice of the vocabulary."""
 
     def __init__(self, table_VD: Tensor, comm: Collectives, ops: DenseOps) -> None:
         """table_VD: this rank's rows of lm_head (or of the tied embedding)."""
@@ -80,5 +80,16 @@ class Head:
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, vocab], wide dtype, equal on every rank of the shard group."""
-        logits = self.projection(hidden_TD)
-        return self.comm.all_gather(logits, -1).to(wide(logits.dtype))
+        return self.whole(self.projection(hidden_TD))
+
+    def whole(self, logits_TV: Tensor) -> Tensor:
+        """As `__call__`, from the logits of this rank's slice."""
+        return self.comm.all_gather(logits_TV, -1).to(wide(logits_TV.dtype))
+
+    def best(self, logits_TV: Tensor) -> Tensor:
+        """Ids [T] of the first of the best tokens, equal on every rank, from the logits of this rank's slice."""
+        value_T, id_T = logits_TV.max(-1)
+        id_T = id_T + self.comm.rank * logits_TV.shape[1]
+        pair_T12 = torch.stack((value_T.double(), id_T.double()), -1).unsqueeze(1)
+        value_TR, id_TR = self.comm.all_gather(pair_T12, 1).unbind(-1)
+        return id_TR.gather(1, value_TR.argmax(1, keepdim=True)).squeeze(1).long()

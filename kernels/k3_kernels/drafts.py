@@ -7,6 +7,7 @@ drafter's ring as they are, and nothing waits for the host. For one rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -115,6 +116,17 @@ class RowWords:
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """The vocabulary in slices, of which a rank has logits of the one from token `first` on.
+
+    gather: [T, N] -> [T, R * N], those of all ranks.
+    """
+
+    first: int
+    gather: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class RowSource:
     """Rows of the table that take part in a step, at most `limits` drafts of each, and what the table says.
 
@@ -184,7 +196,7 @@ class DraftRows(Protocol):
 
 
 class GreedyJudge(Protocol):
-    """Greedy groups."""
+    """Greedy groups, from logits as the model has them or wider."""
 
     def __call__(
         self,
@@ -214,6 +226,11 @@ class _Ring(Protocol):
 
 
 @runtime_checkable
+class _SlicedJudge(Protocol):
+    def over(self, slices: Slices) -> GreedyJudge: ...
+
+
+@runtime_checkable
 class _Context(Protocol):
     def context_rows(self, context: DraftContext) -> ContextRows | None: ...
 
@@ -235,9 +252,12 @@ def draft_rows(ops: object, context: AnyContext) -> DraftRows | None:
     return ops.draft_rows(context) if isinstance(ops, _Ring) else None
 
 
-def greedy_judge(ops: object) -> GreedyJudge | None:
-    """Argmax, verdict and the rows' update."""
-    return ops.greedy_judge() if isinstance(ops, _Ring) else None
+def greedy_judge(ops: object, slices: Slices | None = None) -> GreedyJudge | None:
+    """Argmax, verdict and the rows' update. slices: for a rank that has logits of its own slice alone."""
+    judge = ops.greedy_judge() if isinstance(ops, _Ring) else None
+    if slices is None:
+        return judge
+    return judge.over(slices) if isinstance(judge, _SlicedJudge) else None
 
 
 def derive_tables(ops: object) -> DeriveTables | None:

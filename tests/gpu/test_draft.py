@@ -103,9 +103,10 @@ def test_logits_may_lie_further_apart_than_32_bits_count() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 163840, 333])
-def test_groups_are_judged_as_torch_does(vocabulary: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_groups_are_judged_as_torch_does(vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
-    logits = torch.randn(5, GROUP, vocabulary, device="cuda").bfloat16().float()  # with equal ones
+    logits = torch.randn(5, GROUP, vocabulary, device="cuda").bfloat16().to(dtype)  # equal ones too
     best = logits.argmax(-1)
     drafts_BK = best[:, :-1].clone()
     for b in range(5):

@@ -28,6 +28,7 @@ from k3_kernels.drafts import (
     RowWords,
 )
 from k3_kernels.layers import DraftHead, DraftLayer
+from k3_kernels.reference.precision import wide
 
 
 class NativeDraft(NativeDense):
@@ -249,7 +250,7 @@ class NativeJudge:
         words: RowWords,
     ) -> Tensor:
         """[B, G + 1]."""
-        logits = logits_BGV.contiguous()
+        logits = logits_BGV.to(wide(logits_BGV.dtype)).contiguous()
         n_rows, group, _ = logits.shape
         assert drafts_BK.shape == (n_rows, group - 1), f"drafts {tuple(drafts_BK.shape)}"
         assert group == 1 or drafts_BK.stride(1) == 1, f"drafts: strides {drafts_BK.stride()}"

@@ -215,6 +215,31 @@ def test_a_group_is_judged_by_the_first_of_the_best(make: Make, kind: str) -> No
     assert torch.equal(drawn_BX[:, :-1], logits.argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_are_judged_as_the_whole_vocabulary(kind: str, dtype: torch.dtype) -> None:
+    """Equal ones in several slices and in several parts of one, in the precision of the model."""
+    n_slices, vocabulary = 3, 3 * 4097
+    logits = special(kind, 2, 3, vocabulary).to(dtype)
+    drafts_BK = logits.argmax(-1)[:, :-1]
+    parts: list[Tensor] = []
+
+    def gather(best_TP: Tensor) -> Tensor:
+        parts.append(best_TP)
+        return torch.cat(parts, 1)
+
+    found = [
+        judged(TritonDense, own.contiguous(), drafts_BK, torch.tensor([2, 1]), [1, 2], slices)
+        for own, slices in (
+            (own, drafts.Slices(r * 4097, gather))
+            for r, own in enumerate(logits.chunk(n_slices, -1))
+        )
+    ]
+    drawn_BX, table = found[-1]
+    assert torch.equal(drawn_BX[:, :-1], logits.argmax(-1))
+    assert drawn_BX[:, -1].tolist() == table.read_column_R[1:3].tolist() == [2, 1]
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("n_drafts", [0, 1, 2, 7])
 def test_rows_go_on_behind_the_accepted_drafts(make: Make, n_drafts: int) -> None:
@@ -245,13 +270,18 @@ def test_rows_go_on_behind_the_accepted_drafts(make: Make, n_drafts: int) -> Non
 
 
 def judged(
-    make: Make, logits: Tensor, drafts_BK: Tensor, draft_len_B: Tensor, rows: list[int]
+    make: Make,
+    logits: Tensor,
+    drafts_BK: Tensor,
+    draft_len_B: Tensor,
+    rows: list[int],
+    slices: drafts.Slices | None = None,
 ) -> tuple[Tensor, RowTable]:
     """Groups that began at 0, 10, 20 .."""
     table = RowTable(6, 2, drafts_BK.shape[1], logits.shape[2], torch.device("cpu"))
     start_B = torch.arange(len(rows)) * 10
     words = drafts.RowWords(start_B, table.base_R, table.anchor_R, table.read_column_R)
-    judge = drafts.greedy_judge(make())
+    judge = drafts.greedy_judge(make(), slices)
     assert judge is not None
     return judge(logits, drafts_BK, draft_len_B, torch.tensor(rows), words), table
 

@@ -40,8 +40,8 @@ def build(kernel, warps, **constants):
     assert built.asm["cubin"]
 
 
-build(judge._best, 8, BLOCK=4096)
-build(judge._verdict, 1, G=8, BLOCK_G=8)
+build(judge._best, 4, BLOCK=4096)
+build(judge._verdict, 1, G=8, BLOCK_G=8, BLOCK_P=64)
 build(tables._derive, 1, G=8, P=16, C=2, BLOCK_G=8)
 build(draft_tokens._slot, 4, RANK=60, BLOCK_R=64, BLOCK_V=64, TILES=64, FIRST=False)
 build(draft_tokens._last, 4, TILES=64)

@@ -12,11 +12,14 @@ from decode_svc.rank.rows import RowTable
 from decode_svc.rank.step import VerifyStep, apply_rows
 from k3.device import CpuDevice
 from k3.model.k3 import Stage
+from k3.model.registry import open_stage
+from k3.parallel.mesh import Mesh
 from k3.rpc.convert import logprobs_to_proto, sampling_to_proto, stop_to_proto, token_to_proto
 from k3.sampling import RowSampling, TokenCounts, sample
 from k3.types import LogprobParams, SamplingParams, StopParams, TokenEvent
 from k3.v1 import plan_pb2
-from tests.model_runner import Pools, solo_stage
+from tests.model_runner import CPU, OPS, Pools, solo_stage
+from tests.thread_group import mesh_groups, run_group
 
 pytestmark = pytest.mark.dspark
 
@@ -160,6 +163,29 @@ def test_rows_of_different_ages_give_the_reference_tokens(
         n = len(decode.ids(row))
         assert decode.ids(row) == ids(wanted[which])[:n]
         assert n >= 9
+
+
+def test_ranks_that_share_the_vocabulary_give_the_reference_tokens(reference: Reference) -> None:
+    """Plain steps, and one with log probabilities, for which logits are needed."""
+    mesh, asked = Mesh(tp=2), [LogprobParams(), LogprobParams(), LogprobParams(True, 2)]
+    wanted = [reference.generate(prompt, 12, GREEDY) for prompt in PROMPTS]
+    groups = mesh_groups(mesh)
+
+    def body(rank: int) -> list[list[int]]:
+        place = mesh.place(rank)
+        stage = open_stage(NANO, place, groups[rank], OPS, dtype="float64", device=CPU)
+        decode = Decode(stage, drafts=2)
+        for which, logprobs in enumerate(asked):
+            decode.open(which + 1, which, wanted[which][0], logprobs=logprobs)
+        for rows in ([1, 2], [1, 2, 3], [2, 1]):
+            right = {row: ids(wanted[row - 1])[len(decode.ids(row)) :][:2] for row in rows}
+            right[1][1] = 0
+            decode.run(rows, right)
+        return [decode.ids(row) for row in (1, 2, 3)]
+
+    for found in run_group(mesh.size, body):
+        assert [len(got) for got in found] == [7, 10, 4]
+        assert found == [ids(want)[: len(got)] for want, got in zip(wanted, found, strict=True)]
 
 
 def test_seeded_rows_with_every_filter_give_the_reference_tokens(
