@@ -15,6 +15,7 @@ from k3_kernels.reference import moe as reference
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
 from k3_kernels.reference.norm import situ
 from k3_kernels.triton import moe, route
+from k3_kernels.triton.moe_ops import TritonMoe
 from torch import Tensor
 
 TITLE = "MoE router and experts"
@@ -50,15 +51,15 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
-def make(what: str) -> ExpertWeights:
+def make(what: str, held: int = HELD) -> ExpertWeights:
     """Random experts that keep activations near one."""
     if what.startswith("bf"):
-        return DenseExperts(0, draw(HELD, 2 * F, Z, scale=Z**-0.5), draw(HELD, Z, F, scale=F**-0.5))
+        return DenseExperts(0, draw(held, 2 * F, Z, scale=Z**-0.5), draw(held, Z, F, scale=F**-0.5))
 
     def matrix(rows: int, width: int) -> tuple[Tensor, Tensor]:
-        shape = (HELD, rows, width // 2)
+        shape = (held, rows, width // 2)
         packed = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
-        shape = (HELD, rows, width // 32)
+        shape = (held, rows, width // 32)
         return packed, torch.randint(118, 122, shape, dtype=torch.uint8, device="cuda")
 
     return PackedExperts(0, *matrix(2 * F, Z), *matrix(Z, F), torch.bfloat16)
@@ -96,8 +97,9 @@ def run(case: MoeCase, wanted: Callable[[str], bool]) -> list[Row]:
     n_bytes = 3 * Z * F * of_weight * n_used + 2 * n_pairs * (2 * Z + 2 * F) + 4 * case.tokens * Z
     n_flops = 6.0 * Z * F * n_pairs
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count  # noqa: TID251
+    prepared = TritonMoe(n_sms).prepare(weights)
     calls: dict[str, Callable[[], Tensor]] = {
-        "ours": lambda: moe.experts(z, ids, weight, weights, BETA, LINEAR_BETA, n_sms)
+        "ours": lambda: moe.experts(z, ids, weight, prepared, BETA, LINEAR_BETA, n_sms)
     }
     if isinstance(weights, DenseExperts) and wanted(PEER) and not missing_peers():
         calls[PEER] = lambda: grouped(z, ids, weight, weights)

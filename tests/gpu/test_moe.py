@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from k3_kernels.reference import moe as reference
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
 from k3_kernels.triton import moe, route
+from k3_kernels.triton.moe_ops import TritonMoe
 from torch import Tensor
 
 from tests.compare import assert_close
@@ -103,7 +104,7 @@ def test_experts_equal_the_reference(
     ids = torch.rand(tokens, everybody, device="cuda").argsort(-1)[:, :top_k].contiguous()
     weight = torch.rand(tokens, top_k, device="cuda")
     x = draw(tokens, z, dtype=dtype)
-    got = moe.experts(x, ids, weight, weights, 4.0, 25.0, N_SMS)
+    got = moe.experts(x, ids, weight, TritonMoe(N_SMS).prepare(weights), 4.0, 25.0, N_SMS)
     want = reference.experts(x.double(), ids, weight.double(), exact(weights), 4.0, 25.0)
     assert relative_rms(got, want) < limit
 
@@ -112,13 +113,14 @@ def test_a_captured_step_follows_the_choices_of_its_tokens() -> None:
     """Recorded with one choice of experts, replayed with others: nothing was read on the host."""
     torch.manual_seed(5)
     weights = some_experts(2, 6, 512, 256, torch.bfloat16, True)
+    prepared = TritonMoe(N_SMS).prepare(weights)
     gate, bias = draw(12, 700), draw(12)
     x, z = draw(40, 700, dtype=torch.bfloat16), draw(40, 512, dtype=torch.bfloat16)
     rule = Routing(4, "sigmoid", True, 1.0)
 
     def step() -> Tensor:
         ids, weight = route.route(x, gate, bias, rule)
-        return moe.experts(z, ids, weight, weights, 4.0, 25.0, N_SMS)
+        return moe.experts(z, ids, weight, prepared, 4.0, 25.0, N_SMS)
 
     step()
     torch.cuda.synchronize()

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts
-from k3_kernels.triton.mxfp4 import packed_step
+from k3_kernels.reference.moe import DenseExperts, ExpertWeights
+from k3_kernels.triton.mxfp4 import BLOCK, DealtExperts, packed_product
 
 PAIRS = 1024  # a program of `_group` looks at so many at once
 SUM = 1024  # channels of a program of `_sum`
@@ -43,47 +43,25 @@ def _product(
     x_row,
     here,
     w_row,
-    scale_row,
     inside,
     width,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PACKED: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Weight rows times tokens: [ROWS, TOKENS] float32. Rows are pointers; `width` inputs. EVEN: tiles are whole."""
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
-    group = tl.arange(0, WIDTH // 32)[None, :]
-    scale = group
-    if PACKED:
-        at = scale_row[:, None] + group
-        scale = tl.load(at, mask=inside[:, None] & (group < width // 32), other=0)
     for start in tl.range(0, width, WIDTH, num_stages=STAGES):
         k = start + tl.arange(0, WIDTH)[None, :]
         if EVEN:
             x = tl.load(x_row[:, None] + k, mask=here[:, None], other=0.0)
+            w = tl.load(w_row[:, None] + k)
         else:
             x = tl.load(x_row[:, None] + k, mask=here[:, None] & (k < width), other=0.0)
-        if PACKED:
-            word = start // 8 + tl.arange(0, WIDTH // 8)[None, :]
-            if EVEN:
-                words = tl.load(w_row[:, None] + word)
-            else:
-                known = inside[:, None] & (word < width // 8)
-                words = tl.load(w_row[:, None] + word, mask=known, other=0)
-            acc = packed_step(acc, x, words, scale, ROWS, TOKENS, WIDTH // 8)
-            # Single bytes cannot be copied ahead by the pipeline: the next ones are asked for here.
-            group += WIDTH // 32
-            at = scale_row[:, None] + group
-            scale = tl.load(at, mask=inside[:, None] & (group < width // 32), other=0)
-        else:
-            if EVEN:
-                w = tl.load(w_row[:, None] + k)
-            else:
-                w = tl.load(w_row[:, None] + k, mask=inside[:, None] & (k < width), other=0.0)
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            w = tl.load(w_row[:, None] + k, mask=inside[:, None] & (k < width), other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     return acc
 
 
@@ -153,7 +131,7 @@ def _inner(
 ):
     """situ of gate and up products: active [pair, F]. A block has ROWS / 2 gate rows and their up rows in turn."""
     dtype: tl.constexpr = active_ptr.dtype.element_ty
-    stored: tl.constexpr = 8 if PACKED else 1
+    blocks = tl.cdiv(z_width, 128)
     begins, ends, total = _blocks(counts_ptr, n_experts, f_width, E, ROWS // 2, TOKENS)
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, block, pair, here = _block(
@@ -162,20 +140,15 @@ def _inner(
         either = tl.arange(0, ROWS)
         unit = block * (ROWS // 2) + either // 2
         row = expert * (2 * f_width) + (either % 2) * f_width + unit
-        inner = _product(
-            z_ptr + (pair // top_k) * z_token,
-            here,
-            w13_ptr + row * (z_width // stored),
-            scale_ptr + row * (z_width // 32),
-            unit < f_width,
-            z_width,
-            ROWS,
-            TOKENS,
-            WIDTH,
-            PACKED,
-            EVEN,
-            STAGES,
-        )
+        x_row, inside = z_ptr + (pair // top_k) * z_token, unit < f_width
+        if PACKED:
+            words, scales = w13_ptr + row * (blocks * 16), scale_ptr + row * blocks
+            inner = packed_product(
+                x_row, here, words, scales, inside, z_width, ROWS, TOKENS, EVEN, STAGES
+            )
+        else:
+            w_row = w13_ptr + row * z_width
+            inner = _product(x_row, here, w_row, inside, z_width, ROWS, TOKENS, WIDTH, EVEN, STAGES)
         inner = tl.reshape(inner.to(dtype), [ROWS // 2, 2, TOKENS])
         gate, up = tl.split(tl.permute(inner, [0, 2, 1]))
         gate, up = gate.to(tl.float32), up.to(tl.float32)
@@ -208,7 +181,7 @@ def _outer(
     STAGES: tl.constexpr,
 ):
     """Down products: y [pair, Z]."""
-    stored: tl.constexpr = 8 if PACKED else 1
+    blocks = tl.cdiv(f_width, 128)
     begins, ends, total = _blocks(counts_ptr, n_experts, z_width, E, ROWS, TOKENS)
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, block, pair, here = _block(
@@ -216,20 +189,15 @@ def _outer(
         )
         z = block * ROWS + tl.arange(0, ROWS)
         row = expert * z_width + z
-        y = _product(
-            active_ptr + pair * f_width,
-            here,
-            w2_ptr + row * (f_width // stored),
-            scale_ptr + row * (f_width // 32),
-            z < z_width,
-            f_width,
-            ROWS,
-            TOKENS,
-            WIDTH,
-            PACKED,
-            EVEN,
-            STAGES,
-        )
+        x_row, inside = active_ptr + pair * f_width, z < z_width
+        if PACKED:
+            words, scales = w2_ptr + row * (blocks * 16), scale_ptr + row * blocks
+            y = packed_product(
+                x_row, here, words, scales, inside, f_width, ROWS, TOKENS, EVEN, STAGES
+            )
+        else:
+            w_row = w2_ptr + row * f_width
+            y = _product(x_row, here, w_row, inside, f_width, ROWS, TOKENS, WIDTH, EVEN, STAGES)
         at = y_ptr + pair[:, None] * z_width + z[None, :]
         y = tl.trans(y.to(y_ptr.dtype.element_ty))
         tl.store(at, y, mask=here[:, None] & (z < z_width)[None, :])
@@ -281,7 +249,10 @@ def experts(
     n_sms: int,
     tuning: Tuning | None = None,
 ) -> Tensor:
-    """`reference.moe.experts`: [T, Z] float32. A token's ids are distinct; rows of z may be strided."""
+    """`reference.moe.experts`: [T, Z] float32. A token's ids are distinct; rows of z may be strided.
+
+    weights: as `TritonMoe.prepare` gives them.
+    """
     n_tokens, top_k = ids_Tk.shape
     w13, w13_scale, w2, w2_scale, packed = _matrices(weights)
     n_experts, z_width, f_width = weights.count, z_TZ.shape[1], w13.shape[1] // 2
@@ -302,6 +273,7 @@ def experts(
         ids_Tk, pairs, counts, weights.first, n_pairs, n_tokens, PAIRS=block, num_warps=4
     )
     chosen = tuning or tuned(n_tokens, packed)
+    width = BLOCK if packed else chosen.width
     grid = (n_sms * chosen.programs,)
     constants = {
         "E": triton.next_power_of_2(n_experts),
@@ -328,7 +300,7 @@ def experts(
         beta,
         1.0 if linear_beta is None else linear_beta,
         CLIPPED=linear_beta is not None,
-        EVEN=z_width % chosen.width == 0 and f_width % (chosen.rows // 2) == 0,
+        EVEN=z_width % width == 0 and f_width % (chosen.rows // 2) == 0,
         **constants,
     )
     _outer[grid](
@@ -342,7 +314,7 @@ def experts(
         n_tokens,
         z_width,
         f_width,
-        EVEN=f_width % chosen.width == 0 and z_width % chosen.rows == 0,
+        EVEN=f_width % width == 0 and z_width % chosen.rows == 0,
         **constants,
     )
     _sum[(n_tokens, triton.cdiv(z_width, SUM))](
@@ -365,11 +337,11 @@ def _matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor, b
     match weights:
         case DenseExperts(_, w13, w2):
             parts = (w13, w13, w2, w2, False)
-        case PackedExperts(_, w13, s13, w2, s2):
-            parts = (w13.view(torch.int32), s13, w2.view(torch.int32), s2, True)
+        case DealtExperts(_, inner, outer):
+            parts = (inner.words, inner.scales, outer.words, outer.scales, True)
         case _:
             raise TypeError(
-                f"expert weights {type(weights).__name__}: expected dense or packed ones"
+                f"expert weights {type(weights).__name__}: expected dense or dealt ones"
             )
     for part in parts[:4]:
         assert part.is_contiguous(), f"expert weights: strides {part.stride()}"

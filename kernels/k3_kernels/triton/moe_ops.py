@@ -8,7 +8,7 @@ from torch import Tensor
 from k3_kernels.api import BackendError
 from k3_kernels.reference.moe import ExpertWeights, PackedExperts
 from k3_kernels.triton import moe
-from k3_kernels.triton.mxfp4 import LARGEST_SCALE
+from k3_kernels.triton.mxfp4 import LARGEST_SCALE, DealtExperts
 from k3_kernels.triton.route import route
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,7 +32,7 @@ class TritonMoe:
             )
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """As they are. Raises BackendError for MXFP4 scales that no weights have: products would overflow."""
+        """MXFP4 dealt to words. Raises BackendError for scales that no weights have: products would overflow."""
         if isinstance(weights, PackedExperts):
             largest = max(int(s.max()) for s in (weights.w13_scale, weights.w2_scale))
             if largest > LARGEST_SCALE:
@@ -40,6 +40,7 @@ class TritonMoe:
                     f"an MXFP4 scale of 2^{largest - 127}: backends.moe=triton multiplies with at most "
                     f"2^{LARGEST_SCALE - 127}; set backends.moe_weights=dequant or backends.moe=reference"
                 )
+            return DealtExperts.of(weights)
         return weights
 
     def experts(

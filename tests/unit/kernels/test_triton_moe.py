@@ -7,6 +7,8 @@ import torch
 from k3_kernels.reference import moe as reference
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
 from k3_kernels.triton import moe, route
+from k3_kernels.triton.moe_ops import TritonMoe
+from k3_kernels.triton.mxfp4 import DealtExperts
 from torch import Tensor
 
 from k3.model.mxfp4 import pack
@@ -84,6 +86,7 @@ def in_dtype(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
         (2, 1, 0, 2, 64, 64, False, torch.float32, 3e-5),
         (17, 2, 1, 2, 96, 32, True, torch.float32, 3e-5),
         (2, 2, 1, 2, 64, 64, True, torch.float16, 2e-2),
+        (5, 2, 0, 3, 160, 128, True, torch.float32, 3e-5),
     ],
     ids=str,
 )
@@ -106,7 +109,8 @@ def test_experts_equal_the_reference(
     weight = torch.rand(tokens, top_k, generator=generator)
     x = torch.randn(tokens, z + 2, generator=generator)[:, 2:].to(dtype)
     tuning = moe.Tuning(rows=32, tokens=16, width=64, stages=1, warps=4, programs=1)
-    got = moe.experts(x, ids, weight, in_dtype(weights, dtype), 4.0, 25.0, 3, tuning)
+    prepared = TritonMoe(3).prepare(in_dtype(weights, dtype))
+    got = moe.experts(x, ids, weight, prepared, 4.0, 25.0, 3, tuning)
     exact = in_dtype(weights, torch.float64)
     expected = reference.experts(x.double(), ids, weight.double(), exact, 4.0, 25.0)
     assert_close(got, expected, atol, "sum of experts")
@@ -120,10 +124,22 @@ def test_every_code_and_scale_is_read_as_the_reference_reads_it() -> None:
     w13 = PackedExperts(0, packed, scale, packed[:, :32, :], scale[:, :32], torch.float32)
     x = torch.eye(32)
     ids, weight = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1)
-    got = moe.experts(x, ids, weight, w13, 4.0, 25.0, 2)
+    got = moe.experts(x, ids, weight, TritonMoe(2).prepare(w13), 4.0, 25.0, 2)
     expected = reference.experts(x, ids, weight, w13, 4.0, 25.0)
     relative = (got - expected) / expected.abs().clamp(min=1e-30)
     assert_close(relative, torch.zeros(32, 32), 2e-4, "relative difference")
+
+
+@pytest.mark.parametrize("z, f", [(32, 32), (96, 160), (128, 256)])
+def test_dealt_codes_are_the_same_weights(z: int, f: int) -> None:
+    """Blocks that are not full are filled up with zeros."""
+    weights = some_experts(1, 3, z, f, True, torch.Generator().manual_seed(z + f))
+    assert isinstance(weights, PackedExperts)
+    dealt = DealtExperts.of(weights)
+    assert dealt.inner.words.shape == (3, 2 * f, -(-z // 128) * 16)
+    for expert in range(3):
+        assert torch.equal(dealt.w13(expert), weights.w13(expert))
+        assert torch.equal(dealt.w2(expert), weights.w2(expert))
 
 
 def test_no_tokens_give_no_rows() -> None:
