@@ -77,7 +77,8 @@ class VerifyStep:
         self._stage, self._caches, self._table = stage, caches, table
         assert stage.head is not None, "only the last stage judges"
         self._head, self._shard = stage.head, stage.groups.shard
-        self._greedy = drafts.greedy_judge(stage.ops.dense, self._slices())
+        slices = self._head.slices if self._shard.size > 1 else None
+        self._greedy = drafts.greedy_judge(stage.ops.dense, slices)
         self._drafting, self._runner, self._device = drafting, runner, device
         self.group = group
         most = runner.bucket(max_rows)
@@ -94,13 +95,6 @@ class VerifyStep:
         self._composition: Composition | None = None
         self._forward_s: float | None = None  # of the newest run of the work itself
         self._relay, self._n_steps = relay, 0
-
-    def _slices(self) -> drafts.Slices | None:
-        """Where several ranks share the vocabulary."""
-        if self._shard.size == 1:
-            return None
-        first = self._shard.rank * (self._table.vocab_size // self._shard.size)
-        return drafts.Slices(first, partial(self._shard.all_gather, dim=1))
 
     def warm_up(self, bucket: int) -> None:
         """Run a bucket of dummy rows: no page is written, no request's state is touched."""

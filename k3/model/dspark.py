@@ -32,7 +32,7 @@ from k3.model.draft_attention import (
 )
 from k3.model.draft_ring import Context
 from k3.model.dspark_spec import CONFIDENCE, SHARED, DraftSpec, GqaDraft, MlaDraft
-from k3.model.layers import torch_dtype, wide
+from k3.model.layers import Head, torch_dtype, wide
 from k3.model.weights import TensorSource, Weights, check, open_folder
 from k3.parallel.collectives import Collectives
 from k3.parallel.mesh import Shard
@@ -164,7 +164,10 @@ class DraftLayer:
 class SequentialHead:
     """The bias each slot's logits get from the token before it; runs from left to right."""
 
-    def __init__(self, spec: DraftSpec, ops: DenseOps, weights: Weights) -> None:
+    def __init__(
+        self, spec: DraftSpec, ops: DenseOps, weights: Weights, slices: layers.Slices | None
+    ) -> None:
+        """slices: of the vocabulary, as the target's head has them."""
         acc = wide(weights.dtype)
         self.kind, self.rank = spec.markov_type, spec.markov_rank
         self.table_VR = weights.take("markov_head.markov_w1.weight", dtype=acc)
@@ -174,9 +177,13 @@ class SequentialHead:
             self.mixer = weights.take(f"markov_head.{name}.weight", dtype=acc)
             self.mixer_bias = weights.take(f"markov_head.{name}.bias", dtype=acc)
 
-        self.best: layers.DraftTokens | None = None
+        # from logits over the vocabulary, and from those of this rank's slice
+        self.best = self.best_of_slices = None
         if name is None:
-            self.best = layers.draft_tokens(ops, layers.DraftHead(self.table_VR, self.out))
+            whole = layers.DraftHead(self.table_VR, self.out)
+            self.best = layers.draft_tokens(ops, whole)
+            if slices is not None:
+                self.best_of_slices = layers.draft_tokens(ops, whole, slices)
 
     def start(self, n: int) -> Tensor:
         """Recurrent state before the first slot, [n, R]."""
@@ -212,7 +219,7 @@ class Drafter:
         *,
         draft_tokens: int,
         embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
+        head: Head | Callable[[Tensor], Tensor],
         ops: DenseOps,
         confidence: bool = False,
     ) -> None:
@@ -225,7 +232,8 @@ class Drafter:
             for i, rows in enumerate(self.context.layers)
         ]
         self.norm = weights.take("final_norm.weight" if spec.flavour == "mla" else "norm.weight")
-        self.sequential = SequentialHead(spec, ops, weights)
+        slices = head.slices if isinstance(head, Head) else None
+        self.sequential = SequentialHead(spec, ops, weights, slices)
         whole = self.context.whole()
         self.rows: drafts.DraftRows | None = None
         if comm.size == 1:
@@ -281,7 +289,12 @@ class Drafter:
     @torch.no_grad()
     def draft(self, hidden_BKD: Tensor, anchor_B: Tensor, choose: Choose | None = None) -> Tensor:
         """As `propose`, from the finished slots of the drafts that are wanted."""
-        base_logits = self.head(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
+        hidden_TD, blocks = hidden_BKD.flatten(0, 1), hidden_BKD.shape[:2]
+        if choose is None and self.sequential.best_of_slices is not None:
+            assert isinstance(self.head, Head), "slices are those of a head"
+            logits_BKV = self.head.projection(hidden_TD).unflatten(0, blocks)
+            return self.sequential.best_of_slices(logits_BKV, anchor_B)
+        base_logits = self.head(hidden_TD).unflatten(0, blocks)
         if choose is None and self.sequential.best is not None:
             return self.comm.broadcast(self.sequential.best(base_logits, anchor_B))
         drafts: list[Tensor] = []
@@ -356,7 +369,7 @@ def open_drafter(
     *,
     draft_tokens: int,
     embed: Callable[[Tensor], Tensor],
-    head: Callable[[Tensor], Tensor],
+    head: Head | Callable[[Tensor], Tensor],
     dtype: str,
     device: torch.device,
     ops: DenseOps,

@@ -7,8 +7,11 @@ the shard group follows the row-parallel one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from k3_kernels.api import DenseOps
+from k3_kernels.layers import Slices
 from k3_kernels.reference.precision import wide
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -77,6 +80,7 @@ class Head:
         """table_VD: this rank's rows of lm_head (or of the tied embedding)."""
         self.projection = ops.projection(table_VD)
         self.comm = comm
+        self.slices = Slices(comm.rank * len(table_VD), partial(comm.all_gather, dim=1))
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, vocab], wide dtype, equal on every rank of the shard group."""
@@ -89,7 +93,7 @@ class Head:
     def best(self, logits_TV: Tensor) -> Tensor:
         """Ids [T] of the first of the best tokens, equal on every rank, from the logits of this rank's slice."""
         value_T, id_T = logits_TV.max(-1)
-        id_T = id_T + self.comm.rank * logits_TV.shape[1]
+        id_T = id_T + self.slices.first
         pair_T12 = torch.stack((value_T.double(), id_T.double()), -1).unsqueeze(1)
-        value_TR, id_TR = self.comm.all_gather(pair_T12, 1).unbind(-1)
+        value_TR, id_TR = self.slices.gather(pair_T12).unbind(-1)
         return id_TR.gather(1, value_TR.argmax(1, keepdim=True)).squeeze(1).long()

@@ -7,13 +7,12 @@ drafter's ring as they are, and nothing waits for the host. For one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from k3_kernels.layers import DraftLayer, Projection
+from k3_kernels.layers import DraftLayer, Projection, Slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +112,6 @@ class RowWords:
     base_R: Tensor
     anchor_R: Tensor
     column_R: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Slices:
-    """The vocabulary in slices, of which a rank has logits of the one from token `first` on.
-
-    gather: [T, N] -> [T, R * N], those of all ranks.
-    """
-
-    first: int
-    gather: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,20 @@ class DraftHead:
     out: Projection
 
 
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The vocabulary in slices, of which a rank has logits of the one from token `first` on.
+
+    gather: [T, N] -> [T, R * N], those of all ranks.
+    """
+
+    first: int
+    gather: Callable[[Tensor], Tensor]
+
+
+ALL = Slices(0, lambda best_TN: best_TN)  # one rank has all of it
+
+
 class KdaBlock(Protocol):
     """x [T, D] -> what the layer adds, before a sum over ranks; updates the caches."""
 
@@ -134,13 +148,21 @@ class DraftTokens(Protocol):
     """The best drafts from left to right."""
 
     def __call__(self, logits_BKV: Tensor, anchor_B: Tensor) -> Tensor:
-        """[B, K] int64: of each slot's logits and what the head adds for the token before it."""
+        """[B, K] int64: of each slot's logits and what the head adds for the token before it.
+
+        Logits as the model has them or wider.
+        """
         ...
 
 
 @runtime_checkable
 class _Draft(Protocol):
     def draft_tokens(self, head: DraftHead) -> DraftTokens | None: ...
+
+
+@runtime_checkable
+class _SlicedTokens(Protocol):
+    def over(self, slices: Slices) -> DraftTokens: ...
 
 
 @runtime_checkable
@@ -173,6 +195,9 @@ def moe_block(ops: object, layer: MoeLayer) -> MoeBlock | None:
     return ops.block(layer) if isinstance(ops, _Moe) else None
 
 
-def draft_tokens(ops: object, head: DraftHead) -> DraftTokens | None:
-    """All drafts of a block as one operation."""
-    return ops.draft_tokens(head) if isinstance(ops, _Draft) else None
+def draft_tokens(ops: object, head: DraftHead, slices: Slices | None = None) -> DraftTokens | None:
+    """All drafts of a block as one operation. slices: for a rank that has logits of its own slice alone."""
+    tokens = ops.draft_tokens(head) if isinstance(ops, _Draft) else None
+    if slices is None:
+        return tokens
+    return tokens.over(slices) if isinstance(tokens, _SlicedTokens) else None

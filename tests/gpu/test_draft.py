@@ -73,7 +73,7 @@ def test_long_rings_are_shared_by_several_programs(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("vocabulary, rank", [(4096, 64), (163840, 256), (333, 5)])
-@pytest.mark.parametrize("n_rows", [1, 3])
+@pytest.mark.parametrize("n_rows", [1, 3, 32])
 def test_drafts_are_the_best_from_left_to_right(vocabulary: int, rank: int, n_rows: int) -> None:
     """Whether a draft is the best is asked of the logits that follow from the drafts before it."""
     torch.manual_seed(rank)

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_kernels.drafts import RowWords, Slices
+from k3_kernels.drafts import RowWords
+from k3_kernels.layers import ALL, Slices
 from k3_kernels.triton.best import NOTHING, index_of, ranked
 
 PART = 1 << 12  # tokens of the vocabulary that are looked at together, at most
-ALL = Slices(0, lambda best_TP: best_TP)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from k3_kernels.api import ReferenceDense
 from k3_kernels.cpu import library
 from k3_kernels.cpu.dense import most_tokens
 from k3_kernels.cpu.draft_ops import NativeDraft
-from k3_kernels.layers import DraftHead
+from k3_kernels.layers import DraftHead, Slices, draft_tokens
 from k3_kernels.triton.dense_ops import TritonDense
 from torch import Tensor
 
@@ -26,10 +27,12 @@ from decode_svc.rank.tables import TableBuffers
 from k3.acceptance import accept
 from k3.config.resolve import EMBEDDED_MODEL
 from k3.model.spec import K3Spec
+from k3.parallel.mesh import Mesh
 from tests.compare import assert_close
 from tests.draft_rings import PAGE, PLACES, SLOTS, WINDOW, World
 from tests.drafters import random_drafter
 from tests.model_runner import CPU
+from tests.thread_group import mesh_groups, run_group
 
 pytestmark = pytest.mark.dspark
 BLOCK, NOBODYS_PLACES = 5, 3
@@ -193,6 +196,33 @@ def special(kind: str, n_rows: int, n: int, vocabulary: int) -> Tensor:
 KINDS = ["equal", "nan", "infinite", "nothing", "zeros", "tail"]
 
 
+def test_drafts_from_slices_are_those_from_the_whole_vocabulary() -> None:
+    """In the precision of the model; equal ones in both slices. One rank at a time is in the interpreter."""
+    random, alone = torch.Generator().manual_seed(2), Lock()
+    logits = torch.randn(9, 3, 300, generator=random).bfloat16()
+    table, out = torch.randn(2, 300, 6, generator=random)
+    logits[..., 150:], out[150:] = logits[..., :150], out[:150]
+    ops, anchor_B = TritonDense(), torch.arange(9) * 30
+    head, groups = DraftHead(table, ops.projection(out)), mesh_groups(Mesh(cp=2))
+
+    def body(rank: int) -> Tensor:
+        def gather(best_TP: Tensor) -> Tensor:
+            alone.release()
+            everybody = groups[rank].shard.all_gather(best_TP, 1)
+            alone.acquire()
+            return everybody
+
+        tokens = draft_tokens(ops, head, Slices(150 * rank, gather))
+        assert tokens is not None
+        with alone:
+            return tokens(logits.chunk(2, -1)[rank].contiguous(), anchor_B)
+
+    with alone:
+        whole = ops.draft_tokens(head)(logits.float(), anchor_B)
+    assert all(torch.equal(found, whole) for found in run_group(2, body))
+    assert int(whole.max()) < 150
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_the_first_of_the_best_as_torch_has_it(make: Make, kind: str) -> None:
@@ -231,8 +261,7 @@ def test_slices_are_judged_as_the_whole_vocabulary(kind: str, dtype: torch.dtype
     found = [
         judged(TritonDense, own.contiguous(), drafts_BK, torch.tensor([2, 1]), [1, 2], slices)
         for own, slices in (
-            (own, drafts.Slices(r * 4097, gather))
-            for r, own in enumerate(logits.chunk(n_slices, -1))
+            (own, Slices(r * 4097, gather)) for r, own in enumerate(logits.chunk(n_slices, -1))
         )
     ]
     drawn_BX, table = found[-1]
@@ -275,7 +304,7 @@ def judged(
     drafts_BK: Tensor,
     draft_len_B: Tensor,
     rows: list[int],
-    slices: drafts.Slices | None = None,
+    slices: Slices | None = None,
 ) -> tuple[Tensor, RowTable]:
     """Groups that began at 0, 10, 20 .."""
     table = RowTable(6, 2, drafts_BK.shape[1], logits.shape[2], torch.device("cpu"))

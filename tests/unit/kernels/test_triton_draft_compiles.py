@@ -43,8 +43,8 @@ def build(kernel, warps, **constants):
 build(judge._best, 4, BLOCK=4096)
 build(judge._verdict, 1, G=8, BLOCK_G=8, BLOCK_P=64)
 build(tables._derive, 1, G=8, P=16, C=2, BLOCK_G=8)
-build(draft_tokens._slot, 4, RANK=60, BLOCK_R=64, BLOCK_V=64, TILES=64, FIRST=False)
-build(draft_tokens._last, 4, TILES=64)
+build(draft_tokens._slot, 4, ROWS=16, RANK=60, STEP=64, BLOCK_V=128)
+build(draft_tokens._draft, 4, TILES=64)
 ring = {"P": 16, "STEP": 2, "GAP": 1}
 rows = {"C": 64, "E": 16, "BLOCK_C": 64, **ring}
 build(draft_rows._write, 1, G=8, L=2, BLOCK_E=8, **rows)

@@ -35,9 +35,12 @@ def test_the_first_of_the_best_tokens_is_the_best(mesh: Mesh, dtype: torch.dtype
     random = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def best(rank: int) -> list[Tensor]:
-        head = Head(torch.empty(1, 1), groups[rank].shard, OPS.dense)
-        slices = (x.to(dtype).chunk(mesh.size, 1)[rank] for x in (ROWS, random))
-        return [head.best(x) for x in slices]
+        found: list[Tensor] = []
+        for logits in (ROWS, random):
+            own = logits.to(dtype).chunk(mesh.size, 1)[rank]
+            head = Head(torch.empty(own.shape[1], 1), groups[rank].shard, OPS.dense)
+            found.append(head.best(own))
+        return found
 
     for found in run_group(mesh.size, best):
         for got, logits in zip(found, (ROWS, random), strict=True):
@@ -49,7 +52,7 @@ def test_doubles_that_singles_do_not_tell_apart_are_told_apart() -> None:
     logits = torch.tensor([[1, 1 + 2**-50, 1 + 2**-49, 1]], dtype=torch.float64)
 
     def best(rank: int) -> int:
-        head = Head(torch.empty(1, 1), groups[rank].shard, OPS.dense)
+        head = Head(torch.empty(2, 1), groups[rank].shard, OPS.dense)
         return int(head.best(logits.chunk(2, 1)[rank]))
 
     assert run_group(2, best) == [2, 2]
