@@ -14,13 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from k3_kernels.reference.moe import Routing
+from k3_kernels.triton.best import index_of, ranked
 
-TOKENS, EXPERTS, WIDTH = (
-    64,
-    64,
-    64,
-)  # a program's tile of logits at most, and its step along the width
-PIECE = 512  # of the hidden width, at least
+TOKENS, EXPERTS, WIDTH = 128, 64, 64  # of a program at most, and its step along the width
+GATES = (torch.float32, torch.bfloat16)
+PIECE = 1024  # of the hidden width, at least
 
 
 @triton.jit
@@ -32,18 +30,24 @@ def _leading(x):
 
 
 @triton.jit
-def _exact_dot(gate, x, acc):
-    """gate x^T, gate in float32. Its digits are three bfloat16 numbers, whose products with a bfloat16 are exact."""
+def _add_products(gate, x, large, small):
+    """large + small + gate x^T. Sums of the gate's first digits and of the others are apart: each is rounded less often.
+
+    A float32's digits are three bfloat16 numbers, whose products with a bfloat16 are exact.
+    """
     if x.dtype == tl.bfloat16:
-        first, rest = _leading(gate)
-        second, rest = _leading(rest)
-        third, _ = _leading(rest)
-        acc = tl.dot(third, tl.trans(x), acc)
-        acc = tl.dot(second, tl.trans(x), acc)
-        acc = tl.dot(first, tl.trans(x), acc)
+        first = gate
+        if gate.dtype == tl.float32:
+            first, rest = _leading(gate)
+            second, rest = _leading(rest)
+            third, _ = _leading(rest)
+            small = tl.dot(third, tl.trans(x), small)
+            small = tl.dot(second, tl.trans(x), small)
+        large = tl.dot(first, tl.trans(x), large)
     else:
-        acc = tl.dot(gate, tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
-    return acc
+        wide = tl.trans(x.to(tl.float32))
+        large = tl.dot(gate.to(tl.float32), wide, large, input_precision="ieee")
+    return large, small
 
 
 @triton.jit
@@ -60,23 +64,29 @@ def _logits(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     split = tl.program_id(2)
     known, real = token < n_tokens, expert < n_experts
-    x_row = x_ptr + token.to(tl.int64)[:, None] * x_token
-    gate_row = gate_ptr + expert[:, None] * width
-    logits = tl.zeros([EXPERTS, TOKENS], dtype=tl.float32)
+    # rows beyond the last are read in its place and never stored
+    row = tl.minimum(token, n_tokens - 1).to(tl.int64)[:, None]
+    x_row = x_ptr + row * x_token
+    gate_row = gate_ptr + tl.minimum(expert, n_experts - 1)[:, None] * width
+    large = tl.zeros([EXPERTS, TOKENS], dtype=tl.float32)
+    small = tl.zeros_like(large)
     first = split * piece
     for start in tl.range(first, tl.minimum(first + piece, width), WIDTH, num_stages=STAGES):
         channel = start + tl.arange(0, WIDTH)[None, :]
-        inside = channel < width
-        x = tl.load(x_row + channel, mask=known[:, None] & inside, other=0.0)
-        gate = tl.load(gate_row + channel, mask=real[:, None] & inside, other=0.0)
-        logits = _exact_dot(gate, x, logits)
+        if EVEN:
+            x, gate = tl.load(x_row + channel), tl.load(gate_row + channel)
+        else:
+            x = tl.load(x_row + channel, mask=channel < width, other=0.0)
+            gate = tl.load(gate_row + channel, mask=channel < width, other=0.0)
+        large, small = _add_products(gate, x, large, small)
     at = (split.to(tl.int64) * n_tokens + token[:, None]) * n_experts + expert[None, :]
-    tl.store(logits_ptr + at, tl.trans(logits), mask=known[:, None] & real[None, :])
+    tl.store(logits_ptr + at, tl.trans(large + small), mask=known[:, None] & real[None, :])
 
 
 @triton.jit
@@ -94,6 +104,16 @@ def _limited(biased, top_groups, SIZE: tl.constexpr):
         kept = tl.where(chosen, 1.0, kept)
         left = tl.where(chosen, float("-inf"), left)
     return tl.where(kept[:, None] > 0, biased, float("-inf"))
+
+
+@triton.jit
+def _best(keys, K: tl.constexpr):
+    """The K best, the best first. Halves are compared early: a thread holds numbers of both."""
+    SIZE: tl.constexpr = keys.shape[0]
+    if SIZE >= 2 * K:
+        keys = tl.permute(tl.reshape(keys, [2, SIZE // K // 2, K]), (1, 0, 2))
+        keys = tl.reshape(keys, [SIZE])
+    return tl.topk(keys, K)
 
 
 @triton.jit
@@ -135,30 +155,29 @@ def _choose(
     biased = tl.where(real, biased, float("-inf"))
     if LIMITED:
         biased = _limited(biased, top_groups, SIZE)
-    score, biased = tl.reshape(score, [GROUPS * SIZE]), tl.reshape(biased, [GROUPS * SIZE])
-    index = tl.arange(0, GROUPS * SIZE)
+    score, place = tl.reshape(score, [GROUPS * SIZE]), tl.arange(0, GROUPS * SIZE)
+    at = index_of(_best(ranked(tl.reshape(biased, [GROUPS * SIZE]), place), K)).to(tl.int32)
+    ids = at // SIZE * group_size + at % SIZE
     rank = tl.arange(0, K)
-    ids = tl.zeros([K], dtype=tl.int32)
-    weight = tl.zeros([K], dtype=tl.float32)
-    for k in tl.range(0, top_k):
-        best = tl.argmax(biased, 0)
-        ids = tl.where(rank == k, (best // SIZE) * group_size + best % SIZE, ids)
-        weight = tl.where(rank == k, tl.sum(tl.where(index == best, score, 0.0), 0), weight)
-        biased = tl.where(index == best, float("-inf"), biased)
+    asked = rank < top_k
+    weight = tl.where(asked, tl.gather(score, at, 0), 0.0)
     if RENORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    asked = rank < top_k
     tl.store(ids_ptr + token * top_k + rank, ids.to(tl.int64), mask=asked)
     tl.store(weight_ptr + token * top_k + rank, weight * scaling, mask=asked)
 
 
 def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple[Tensor, Tensor]:
-    """`reference.moe.route`: ids [T, k] int64, weights [T, k] float32. Rows of x may be strided."""
+    """`reference.moe.route`: ids [T, k] int64, weights [T, k] float32. Rows of x may be strided.
+
+    A gate in bfloat16 stands for the same numbers in float32.
+    """
     n_tokens, width = x_TD.shape
     n_experts = len(gate_ED)
     assert x_TD.stride(1) == 1, f"hidden rows: strides {x_TD.stride()}"
     assert gate_ED.is_contiguous(), f"gate: strides {gate_ED.stride()}"
-    assert gate_ED.dtype == bias_E.dtype == torch.float32, f"gate {gate_ED.dtype}: expected float32"
+    assert bias_E.dtype == torch.float32, f"bias {bias_E.dtype}: expected float32"
+    assert gate_ED.dtype in GATES, f"gate {gate_ED.dtype}: expected one of {GATES}"
     options = {"dtype": torch.float32, "device": x_TD.device}
     piece = PIECE if width >= 2 * PIECE else width
     pieces = triton.cdiv(width, piece)
@@ -167,9 +186,15 @@ def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple
     weight = torch.empty(n_tokens, rule.top_k, **options)
     if not n_tokens:
         return ids, weight
-    tokens = 16 if n_tokens <= 16 else TOKENS
+    tokens = min(TOKENS, max(16, triton.next_power_of_2(n_tokens)))
     grid = (triton.cdiv(n_tokens, tokens), triton.cdiv(n_experts, EXPERTS), pieces)
-    tile = {"TOKENS": tokens, "EXPERTS": EXPERTS, "WIDTH": WIDTH, "STAGES": 3}
+    tile = {
+        "TOKENS": tokens,
+        "EXPERTS": EXPERTS,
+        "WIDTH": WIDTH,
+        "STAGES": 3,
+        "EVEN": width % WIDTH == 0,
+    }
     _logits[grid](
         x_TD,
         gate_ED,
@@ -198,8 +223,8 @@ def route(x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, rule: Routing) -> tuple
         rule.scaling,
         PIECES=pieces,
         GROUPS=triton.next_power_of_2(groups),
-        SIZE=triton.next_power_of_2(n_experts // groups),
-        K=triton.next_power_of_2(rule.top_k),
+        SIZE=triton.next_power_of_2(max(n_experts // groups, 2)),
+        K=triton.next_power_of_2(max(rule.top_k, 2)),
         SIGMOID=rule.activation == "sigmoid",
         LIMITED=limited,
         RENORMALIZE=rule.renormalize and rule.top_k > 1,
