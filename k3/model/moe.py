@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from k3_kernels.api import Ops
-from k3_kernels.layers import MoeLayer, moe_block
+from k3_kernels.layers import MoeLayer, gate, moe_block
 from k3_kernels.reference.moe import DenseExperts, ExpertWeights, PackedExperts, Routing
 from k3_kernels.reference.mxfp4 import unpack
 from torch import Tensor
@@ -46,7 +46,7 @@ class Moe:
         ops.moe.require(weights.dtype)
         prefix = f"model.layers.{layer}.block_sparse_moe."
         acc = wide(weights.dtype)
-        self.gate = weights.take(f"{prefix}gate.weight", dtype=acc)
+        self.gate = gate(ops.moe, weights.take(f"{prefix}gate.weight", dtype=acc))
         self.bias = weights.take(f"{prefix}gate.e_score_correction_bias", dtype=acc)
         self.rule = Routing(
             moe.top_k, moe.router, moe.renormalize, moe.scaling, moe.n_groups, moe.top_groups

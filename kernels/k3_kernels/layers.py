@@ -161,6 +161,11 @@ class _Draft(Protocol):
 
 
 @runtime_checkable
+class _Gate(Protocol):
+    def gate(self, gate_ED: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
 class _SlicedTokens(Protocol):
     def over(self, slices: Slices) -> DraftTokens: ...
 
@@ -193,6 +198,11 @@ def mla_block(ops: object, layer: MlaLayer) -> MlaBlock | None:
 def moe_block(ops: object, layer: MoeLayer) -> MoeBlock | None:
     """The layer as one operation."""
     return ops.block(layer) if isinstance(ops, _Moe) else None
+
+
+def gate(ops: object, gate_ED: Tensor) -> Tensor:
+    """A router's matrix in the form that this backend chooses experts by, of the same numbers."""
+    return ops.gate(gate_ED) if isinstance(ops, _Gate) else gate_ED
 
 
 def draft_tokens(ops: object, head: DraftHead, slices: Slices | None = None) -> DraftTokens | None:

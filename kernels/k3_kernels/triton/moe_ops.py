@@ -31,6 +31,11 @@ class TritonMoe:
                 "backends.moe=reference"
             )
 
+    def gate(self, gate_ED: Tensor) -> Tensor:
+        """In bfloat16 where that holds the same numbers: half the bytes and a third of the products."""
+        narrow = gate_ED.bfloat16()
+        return narrow if torch.equal(narrow.float(), gate_ED) else gate_ED
+
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """MXFP4 dealt to words. Raises BackendError for scales that no weights have: products would overflow."""
         if isinstance(weights, PackedExperts):

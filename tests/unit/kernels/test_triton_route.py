@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from k3_kernels.api import ReferenceMoe
+from k3_kernels.layers import gate
 from k3_kernels.reference.moe import Routing
 from k3_kernels.triton import route
+from k3_kernels.triton.moe_ops import TritonMoe
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -19,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from k3_kernels.triton import route
+from k3_kernels.triton.moe_ops import TritonMoe
 
 KINDS = {"ids_ptr": "*i64", "scaling": "fp32"}
 
@@ -79,3 +83,12 @@ def test_a_gate_in_bfloat16_is_the_same_gate(dtype: torch.dtype) -> None:
         route.route(x, gate, bias, rule), route.route(x, gate.float(), bias, rule), strict=True
     ):
         assert torch.equal(got, wanted)
+
+
+def test_a_gate_is_narrowed_where_no_digit_is_lost() -> None:
+    exact = torch.randn(6, 9, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+    narrow = gate(TritonMoe(1), exact)
+    assert narrow.dtype == torch.bfloat16
+    assert torch.equal(narrow.float(), exact)
+    assert gate(TritonMoe(1), exact / 3).dtype == torch.float32
+    assert gate(ReferenceMoe(), exact).dtype == torch.float32
