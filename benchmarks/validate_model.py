@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from k3_kernels.api import Backends, select
+from k3_kernels.layers import gate
 from torch import Tensor
 
 from decode_svc.ledger import Ledger
@@ -170,7 +171,8 @@ def _widen(moe: Moe, model: StandIn, layer: int) -> None:
     numbers = generator(f"router {layer}", moe.gate.device)
     shape = (moe.gate.shape[0] * model.share, moe.gate.shape[1])
     drawn = torch.randn(shape, device=moe.gate.device, generator=numbers)
-    moe.gate = drawn * model.spec.hidden_size**-0.5
+    stored = (drawn * model.spec.hidden_size**-0.5).bfloat16()
+    moe.gate = gate(moe.ops, stored.to(moe.bias.dtype))
     moe.bias = 0.01 * torch.randn(shape[0], device=moe.gate.device, generator=numbers)
 
 
