@@ -235,8 +235,8 @@ class Tuning:
 def tuned(n_tokens: int, packed: bool) -> Tuning:
     """Few tokens: the weights stream through. Many: tiles that use a weight more often. As measured on an H200."""
     if n_tokens > 512:
-        return Tuning(128, 64, 128, 2, 4, 2) if packed else Tuning(128, 64, 64, 4, 8, 2)
-    return Tuning(128, 16, 128, 3, 4, 3) if packed else Tuning(64, 16, 128, 3, 4, 3)
+        return Tuning(128, 64, 128, 3, 4, 4) if packed else Tuning(128, 64, 64, 4, 8, 2)
+    return Tuning(64, 16, 128, 3, 2, 4) if packed else Tuning(64, 16, 128, 3, 4, 3)
 
 
 def experts(
