@@ -2,7 +2,8 @@
 
 A backend offers it by methods of its dense operations; `ring_block`, `draft_rows` and so on ask for it at load and give
 None where there is none: then the same is done part by part with torch. Everything reads the device's row table and the
-drafter's ring as they are, and nothing waits for the host. For one rank.
+drafter's ring as they are, and nothing waits for the host. The judgement may have a slice of the vocabulary (`Slices`); the
+rest is for one rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A backend offers it by a method `block` of its operations (`draft_tokens` for a drafter's drafts; the rest of a drafter is in
 `drafts.py`); `kda_block`, `mla_block` and so on ask for it at load and give None where there is none: then the model runs
-the layer's parts one by one. Blocks are for verify groups and drafts on one rank.
+the layer's parts one by one. Blocks are for verify groups and drafts on one rank; drafts may be of several (`Slices`).
 """
 
 from __future__ import annotations

@@ -176,12 +176,12 @@ def _attend(
 
 
 @triton.jit
-def _swiglu(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
+def _swiglu(x_ptr, y_ptr, x_row, width, BLOCK: tl.constexpr):
     row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < width
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    gate = tl.load(x_ptr + row * 2 * width + f, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * width + width + f, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * x_row + f, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_row + width + f, mask=inside, other=0.0).to(tl.float32)
     gate = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     tl.store(y_ptr + row * width + f, (gate * up).to(dtype), mask=inside)
 
@@ -189,10 +189,12 @@ def _swiglu(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """silu(gate) up of a joint projection [T, 2F]: [T, F], both factors rounded as torch does."""
     n_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-    assert gate_up_TF.is_contiguous(), f"gate and up: strides {gate_up_TF.stride()}"
+    assert gate_up_TF.stride(1) == 1, f"gate and up: strides {gate_up_TF.stride()}"
     y = gate_up_TF.new_empty(n_rows, width)
     block = min(1024, triton.next_power_of_2(width))
-    _swiglu[(n_rows, triton.cdiv(width, block))](gate_up_TF, y, width, BLOCK=block)
+    _swiglu[(n_rows, triton.cdiv(width, block))](
+        gate_up_TF, y, gate_up_TF.stride(0), width, BLOCK=block
+    )
     return y
 
 

@@ -24,11 +24,11 @@ PART = 1 << 12  # tokens of the vocabulary that are looked at together, at most
 
 
 @triton.jit
-def _best(logits_ptr, best_ptr, vocabulary, first, BLOCK: tl.constexpr):
+def _best(logits_ptr, best_ptr, logits_row, vocabulary, first, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(
-        logits_ptr + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")
+        logits_ptr + row * logits_row + token, mask=token < vocabulary, other=float("-inf")
     )
     best = tl.max(ranked(value.to(tl.float32), first + token), 0)
     tl.store(best_ptr + row * tl.num_programs(1) + part, best)
@@ -90,11 +90,14 @@ class Judge:
         """[B, G + 1]."""
         n_rows, group, vocabulary = logits_BGV.shape
         assert logits_BGV.dtype != torch.float64, logits_BGV.dtype
-        assert logits_BGV.is_contiguous(), f"logits: strides {logits_BGV.stride()}"
+        logits_TV = logits_BGV.flatten(0, 1)
+        assert logits_TV.stride(1) == 1, f"logits: strides {logits_BGV.stride()}"
         block = min(PART, triton.next_power_of_2(vocabulary))
         best_TP = rows_B.new_empty(n_rows * group, triton.cdiv(vocabulary, block))
         _best[tuple(best_TP.shape)](
-            logits_BGV, best_TP, vocabulary, self.slices.first, BLOCK=block, num_warps=4
+            *(logits_TV, best_TP, logits_TV.stride(0), vocabulary, self.slices.first),
+            BLOCK=block,
+            num_warps=4,
         )
         best_TP = self.slices.gather(best_TP)
         drawn = rows_B.new_empty(n_rows, group + 1)

@@ -10,9 +10,8 @@ from torch.nn.functional import linear
 
 from k3_kernels.api import Projection
 
-ALIGNMENT = (
-    16  # bytes; cuBLAS's fast kernels want every row of inputs and outputs to start at a multiple
-)
+# Bytes. cuBLAS's fast kernels want every row of inputs and outputs to start at a multiple.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from k3_kernels.cpu.dense import most_tokens
 from k3_kernels.cpu.draft_ops import NativeDraft
 from k3_kernels.layers import DraftHead, Slices, draft_tokens
 from k3_kernels.triton.dense_ops import TritonDense
+from k3_kernels.triton.draft_attend import swiglu
 from torch import Tensor
 
 from decode_svc.ledger import Ledger
@@ -151,7 +152,8 @@ def test_as_many_blocks_over_rings_as_packed_products_are_worth(folder: Path) ->
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
-    "n_rows, n_slots, vocabulary, rank", [(1, 1, 1, 1), (3, 4, 150, 6), (2, 7, 64, 16)]
+    "n_rows, n_slots, vocabulary, rank",
+    [(1, 1, 1, 1), (3, 4, 150, 6), (2, 7, 64, 16), (2, 3, 150, 70)],
 )
 def test_drafts_are_the_best_from_left_to_right(
     make: Make, n_rows: int, n_slots: int, vocabulary: int, rank: int
@@ -196,31 +198,43 @@ def special(kind: str, n_rows: int, n: int, vocabulary: int) -> Tensor:
 KINDS = ["equal", "nan", "infinite", "nothing", "zeros", "tail"]
 
 
-def test_drafts_from_slices_are_those_from_the_whole_vocabulary() -> None:
-    """In the precision of the model; equal ones in both slices. One rank at a time is in the interpreter."""
-    random, alone = torch.Generator().manual_seed(2), Lock()
-    logits = torch.randn(9, 3, 300, generator=random).bfloat16()
-    table, out = torch.randn(2, 300, 6, generator=random)
-    logits[..., 150:], out[150:] = logits[..., :150], out[:150]
-    ops, anchor_B = TritonDense(), torch.arange(9) * 30
-    head, groups = DraftHead(table, ops.projection(out)), mesh_groups(Mesh(cp=2))
+@pytest.mark.parametrize("n_ranks, own, rank", [(2, 150, 6), (3, 50, 70), (4, 33, 16)])
+def test_drafts_from_slices_are_those_from_the_whole_vocabulary(
+    n_ranks: int, own: int, rank: int
+) -> None:
+    """Rows lie apart; equal ones in the first and the last slice. One rank at a time is in the interpreter."""
+    random, alone = torch.Generator().manual_seed(own), Lock()
+    logits = torch.randn(17, 3, n_ranks * own, generator=random).bfloat16()
+    table, out = torch.randn(2, n_ranks * own, rank, generator=random)
+    logits[:3, 0, [5, -1]], out[-1] = 40.0, out[5]
+    ops, anchor_B = TritonDense(), torch.randint(0, n_ranks * own, (17,), generator=random)
+    head, groups = DraftHead(table, ops.projection(out)), mesh_groups(Mesh(cp=n_ranks))
 
-    def body(rank: int) -> Tensor:
+    def body(r: int) -> Tensor:
         def gather(best_TP: Tensor) -> Tensor:
             alone.release()
-            everybody = groups[rank].shard.all_gather(best_TP, 1)
+            everybody = groups[r].shard.all_gather(best_TP, 1)
             alone.acquire()
             return everybody
 
-        tokens = draft_tokens(ops, head, Slices(150 * rank, gather))
+        tokens = draft_tokens(ops, head, Slices(own * r, gather))
         assert tokens is not None
         with alone:
-            return tokens(logits.chunk(2, -1)[rank].contiguous(), anchor_B)
+            return tokens(logits.chunk(n_ranks, -1)[r], anchor_B)
 
     with alone:
         whole = ops.draft_tokens(head)(logits.float(), anchor_B)
-    assert all(torch.equal(found, whole) for found in run_group(2, body))
-    assert int(whole.max()) < 150
+    assert all(torch.equal(found, whole) for found in run_group(n_ranks, body))
+    assert whole[:3, 0].tolist() == [5, 5, 5]
+    assert len(set((whole // own).flatten().tolist())) == n_ranks, "every slice has a best one"
+
+
+def test_a_joint_projection_whose_rows_lie_apart_is_activated() -> None:
+    projection = TritonDense().projection(torch.randn(2 * 97, 8))
+    gate_up = projection(torch.randn(3, 8))
+    assert not gate_up.is_contiguous(), "rows are aligned"
+    gate, up = gate_up.chunk(2, -1)
+    torch.testing.assert_close(swiglu(gate_up), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -248,7 +262,7 @@ def test_a_group_is_judged_by_the_first_of_the_best(make: Make, kind: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_are_judged_as_the_whole_vocabulary(kind: str, dtype: torch.dtype) -> None:
-    """Equal ones in several slices and in several parts of one, in the precision of the model."""
+    """Equal ones in several slices and in parts of one; rows lie apart, as aligned ones do."""
     n_slices, vocabulary = 3, 3 * 4097
     logits = special(kind, 2, 3, vocabulary).to(dtype)
     drafts_BK = logits.argmax(-1)[:, :-1]
@@ -259,7 +273,7 @@ def test_slices_are_judged_as_the_whole_vocabulary(kind: str, dtype: torch.dtype
         return torch.cat(parts, 1)
 
     found = [
-        judged(TritonDense, own.contiguous(), drafts_BK, torch.tensor([2, 1]), [1, 2], slices)
+        judged(TritonDense, own, drafts_BK, torch.tensor([2, 1]), [1, 2], slices)
         for own, slices in (
             (own, Slices(r * 4097, gather)) for r, own in enumerate(logits.chunk(n_slices, -1))
         )

@@ -165,18 +165,28 @@ def test_rows_of_different_ages_give_the_reference_tokens(
         assert n >= 9
 
 
-def test_ranks_that_share_the_vocabulary_give_the_reference_tokens(reference: Reference) -> None:
-    """Plain steps, and one with log probabilities, for which logits are needed."""
-    mesh, asked = Mesh(tp=2), [LogprobParams(), LogprobParams(), LogprobParams(True, 2)]
-    wanted = [reference.generate(prompt, 12, GREEDY) for prompt in PROMPTS]
+@pytest.mark.parametrize(
+    "third, logprobs",
+    [
+        (GREEDY, LogprobParams(True, 2)),
+        (SamplingParams(temperature=0.0, logit_bias={4: 9.0}), None),
+    ],
+    ids=["log probabilities", "bias"],
+)
+def test_ranks_that_share_the_vocabulary_give_the_reference_tokens(
+    reference: Reference, third: SamplingParams, logprobs: LogprobParams | None
+) -> None:
+    """Plain steps, and one with a row for which logits are needed."""
+    mesh, params, asked = Mesh(tp=2), [GREEDY, GREEDY, third], [None, None, logprobs]
+    wanted = [reference.generate(prompt, 12, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     groups = mesh_groups(mesh)
 
     def body(rank: int) -> list[list[int]]:
         place = mesh.place(rank)
         stage = open_stage(NANO, place, groups[rank], OPS, dtype="float64", device=CPU)
         decode = Decode(stage, drafts=2)
-        for which, logprobs in enumerate(asked):
-            decode.open(which + 1, which, wanted[which][0], logprobs=logprobs)
+        for i, p in enumerate(params):
+            decode.open(i + 1, i, wanted[i][0], p, logprobs=asked[i])
         for rows in ([1, 2], [1, 2, 3], [2, 1]):
             right = {row: ids(wanted[row - 1])[len(decode.ids(row)) :][:2] for row in rows}
             right[1][1] = 0
