@@ -39,8 +39,8 @@ def build(kernel, x="", gate="", **constants):
 
 
 for x, gate in itertools.product(("*fp32", "*bf16"), repeat=2):
-    for tokens, even in ((16, True), (64, False)):
-        tile = {"TOKENS": tokens, "EXPERTS": 64, "WIDTH": 64, "STAGES": 3, "EVEN": even}
+    for tokens, even in ((32, True), (128, False)):
+        tile = {"TOKENS": tokens, "EXPERTS": 64, "WIDTH": 64, "STAGES": 5 if even else 3, "EVEN": even}
         build(route._logits, x, gate, **tile)
 kind = {"SIGMOID": True, "RENORMALIZE": True}
 build(route._choose, PIECES=14, GROUPS=1, SIZE=1024, K=16, LIMITED=False, **kind)
