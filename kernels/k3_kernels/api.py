@@ -322,7 +322,7 @@ def _kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
     if device.type == "cuda" and name != "reference":
         from k3_kernels.backends.choice import cuda_kda
 
-        return cuda_kda(name)
+        return cuda_kda(name, device)
     name = _choose("kda", name, device)
     if name == "native":
         from k3_kernels.cpu.ops import NativeKda

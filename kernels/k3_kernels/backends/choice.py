@@ -51,14 +51,15 @@ def cuda_attention(name: str, device: torch.device) -> tuple[str, AttentionOps]:
         raise _missing(name, name, error) from error
 
 
-def cuda_kda(name: str) -> tuple[str, KdaOps]:
+def cuda_kda(name: str, device: torch.device) -> tuple[str, KdaOps]:
     """The concrete name and the operations of `auto` or `triton`. Raises BackendError."""
     _require_known("kda", name, KDA)
     try:
         from k3_kernels.triton.kda_ops import TritonKda
     except ImportError as error:
         raise _no_triton("kda", name, error) from error
-    return "triton", TritonKda()
+    properties = torch.cuda.get_device_properties(device)  # noqa: TID251
+    return "triton", TritonKda(hopper=properties.major == 9)
 
 
 def cuda_moe(name: str, device: torch.device) -> tuple[str, MoeOps]:

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from k3_kernels.reference.group import GroupCache, GroupRule
-from k3_kernels.triton.kda_prepare import convolved, keep_inputs, log_decay
+from k3_kernels.triton.kda_prepare import convolved, fetch, keep_inputs, log_decay
+
+
+@triton.jit
+def _all_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
 
 
 @triton.jit
@@ -47,59 +53,70 @@ def _decode(
     W: tl.constexpr,
     BOUNDED: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
     pid = tl.program_id(0)
     row, head = (pid // heads).to(tl.int64), (pid % heads).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     channel = tl.arange(0, D)
+    raw = tl.load(raw_ptr + row * raw_row + head * D + channel).to(tl.float32)
+    bias = tl.load(bias_ptr + head * D + channel).to(tl.float32)
+    decay = tl.load(decay_ptr + head).to(tl.float32)
+    beta = tl.load(beta_ptr + row * beta_row + head).to(tl.float32)
     state = states_ptr + slot * state_slot + head * state_head
+    if FETCH:
+        fetch(state, D * D)
+    first = state + tl.arange(0, ROWS)[:, None] * D + channel[None, :]
+    # Under way while the token is prepared, as each next tile while one is computed.
+    ahead = tl.load(first)
+    tl.debug_barrier()  # or the compiler asks for all this later
     inputs = u_ptr + row * u_row + head * u_head
     window = windows_ptr + slot * window_slot + head * window_head
     weight = weight_ptr + head * (3 * D * W)
     section: tl.constexpr = D * (W - 1)
     q = convolved(inputs, 0, window, window, weight, 0, channel, 0, D, W, 0)
     k = convolved(inputs + D, 0, window + section, window, weight + D * W, 0, channel, 0, D, W, 0)
-    q = q * (tl.rsqrt(tl.sum(q * q, 0) + eps) * scale)
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
-    raw = tl.load(raw_ptr + row * raw_row + head * D + channel).to(tl.float32)
-    raw += tl.load(bias_ptr + head * D + channel).to(tl.float32)
-    g = log_decay(raw, tl.load(decay_ptr + head).to(tl.float32), lower_bound, BOUNDED)
-    e = tl.exp(g)
-    beta = tl.sigmoid(tl.load(beta_ptr + row * beta_row + head).to(tl.float32))
-    kq = tl.sum(k * q, 0)
+    v = convolved(
+        inputs + 2 * D, 0, window + 2 * section, window, weight + 2 * D * W, 0, channel, 0, D, W, 0
+    )
+    out = o_ptr + pid.to(tl.int64) * D
+    tl.store(out + channel, v)  # waits there for its tile
+    qq, kk, kq = tl.reduce((q * q, k * k, k * q), 0, _all_three)
+    of_q, of_k = tl.rsqrt(qq + eps) * scale, tl.rsqrt(kk + eps)
+    q, k, kq = q * of_q, k * of_k, kq * of_q * of_k
+    e = tl.exp(log_decay(raw + bias, decay, lower_bound, BOUNDED))
+    beta = tl.sigmoid(beta)
     k_decayed, q_decayed = k * e, q * e
+    tl.debug_barrier()  # every thread has read the windows, and v is there
+    v_ahead = tl.load(out + tl.arange(0, ROWS))
+    for part in tl.static_range(3):
+        keep_inputs(inputs + part * D, 0, window + part * section, window, 0, channel, 1, D, W, 0)
 
-    tl.debug_barrier()  # every thread has read the windows of q and k
-    keep_inputs(inputs, 0, window, window, 0, channel, 1, D, W, 0)
-    keep_inputs(inputs + D, 0, window + section, window, 0, channel, 1, D, W, 0)
-    v_inputs, v_window = inputs + 2 * D, window + 2 * section
-
-    for start in tl.range(0, D, ROWS, num_stages=STAGES):
+    for start in tl.static_range(0, D, ROWS):
+        s, aimed = ahead.to(tl.float32), v_ahead
         value = start + tl.arange(0, ROWS)
-        tile = state + value[:, None] * D + channel[None, :]
-        s = tl.load(tile).to(tl.float32)
-        v = convolved(v_inputs, 0, v_window, window, weight + 2 * D * W, 0, value, 0, D, W, 0)
-        u = (v - tl.sum(s * k_decayed[None, :], 1)) * beta
+        if start + ROWS < D:
+            ahead = tl.load(first + (start + ROWS) * D)
+            v_ahead = tl.load(out + ROWS + value)
+        u = (aimed - tl.sum(s * k_decayed[None, :], 1)) * beta
         o = tl.sum(s * q_decayed[None, :], 1) + kq * u
         s = s * e[None, :] + u[:, None] * k[None, :]
-        tl.store(tile, s.to(states_ptr.dtype.element_ty))
-        tl.store(o_ptr + pid.to(tl.int64) * D + value, o.to(o_ptr.dtype.element_ty))
-        keep_inputs(v_inputs, 0, v_window, window, 0, value, 1, D, W, 0)
+        tl.store(first + start * D, s.to(states_ptr.dtype.element_ty))
+        tl.store(out + value, o)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Value rows of a tile, tiles under way, warps of a program."""
+    """Value rows of a tile, warps of a program; fetch: a program asks for its whole state at once (Hopper)."""
 
     rows: int
-    stages: int
     warps: int
+    fetch: bool = False
 
 
-def tuned(programs: int) -> Tuning:
-    """As measured on an H200 (132 processors): many programs want to be small, few must be wide."""
-    return Tuning(8, 4, 1) if programs > 2048 else Tuning(32, 1, 8)
+def tuned(programs: int, *, hopper: bool = False) -> Tuning:
+    """As measured on an H200: asking for the state helps where there are fewer programs than its 132 processors."""
+    return Tuning(32, 4, fetch=hopper and programs <= 132)
 
 
 def decode(
@@ -111,10 +128,13 @@ def decode(
     slots_B: Tensor,
     out_BHD: Tensor,
     tuning: Tuning | None = None,
+    *,
+    hopper: bool = False,
 ) -> None:
-    """One token of each row: writes o, states (columns = 1) and windows. `reference.group.verify`."""
+    """One token of each row: writes o (float32), states (columns = 1) and windows. `reference.group.verify`."""
     n_rows, heads, _, dim = u_BHSD.shape
-    chosen = tuning or tuned(n_rows * heads)
+    chosen = tuning or tuned(n_rows * heads, hopper=hopper)
+    assert out_BHD.dtype == torch.float32, f"o in {out_BHD.dtype}: v waits there in float32"
     _decode[(n_rows * heads,)](
         u_BHSD,
         raw_BHD,
@@ -142,6 +162,6 @@ def decode(
         W=rule.conv_HSDw.shape[-1],
         BOUNDED=rule.lower_bound is not None,
         ROWS=min(chosen.rows, dim),
-        STAGES=chosen.stages,
+        FETCH=chosen.fetch,
         num_warps=chosen.warps,
     )

@@ -19,6 +19,10 @@ LARGEST_GROUP = 16
 class TritonKda:
     """`KdaOps`. A group of one token without records is decoded in place; others keep records (replay)."""
 
+    def __init__(self, *, hopper: bool = False) -> None:
+        """hopper: on a GPU of compute capability 9."""
+        self.hopper = hopper
+
     def chunks(
         self,
         u_THSD: Tensor,
@@ -56,7 +60,7 @@ class TritonKda:
         o = torch.empty(n_rows, group, heads, dim, dtype=torch.float32, device=u_BGHSD.device)
         if cache.records is not None:
             arguments = (u_BGHSD, raw_BGHD, beta_BGH, rule, cache, slots_B)
-            kda_verify.verify(*arguments, read_column_B, o)
+            kda_verify.verify(*arguments, read_column_B, o, hopper=self.hopper)
             return o
         if group > 1 or cache.columns > 1:
             raise BackendError(
@@ -64,7 +68,7 @@ class TritonKda:
                 "not a state per token; set spec.kda_rollback=replay or backends.kda=reference"
             )
         first = (u_BGHSD[:, 0], raw_BGHD[:, 0], beta_BGH[:, 0])
-        kda_decode.decode(*first, rule, cache, slots_B, o[:, 0])
+        kda_decode.decode(*first, rule, cache, slots_B, o[:, 0], hopper=self.hopper)
         return o
 
 

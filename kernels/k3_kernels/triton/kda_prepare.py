@@ -10,6 +10,20 @@ import triton.language as tl
 
 
 @triton.jit
+def fetch(at, N: tl.constexpr):
+    """Bring N elements (a multiple of 16 bytes) into the L2: one thread asks, nobody waits. Compute capability 9."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; and.b64 a, $1, -16;
+        @p cp.async.bulk.prefetch.L2.global [a], $2; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [at, N * at.dtype.element_ty.primitive_bitwidth // 8],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def log_decay(raw, decay, lower_bound, BOUNDED: tl.constexpr):
     """Log decay per channel from the raw gate (bias added); `decay` is exp(A_log) of the head."""
     if BOUNDED:

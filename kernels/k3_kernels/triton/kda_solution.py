@@ -6,7 +6,17 @@ Key and query of a token are rows 2i and 2i + 1 of R; G tokens, D channels. Lett
 import triton
 import triton.language as tl
 
-from k3_kernels.triton.tf32 import product
+
+@triton.jit
+def small_product(a, b):
+    """`tf32.product` with its three parts side by side: of small tiles, which wait more than they compute. (Differences,
+    since the compiler makes a sum of products one after the other.)
+    """
+    a_large = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    b_large = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    left = tl.dot(a_large - a, b_large, input_precision="tf32")
+    right = tl.dot(a_large, b - b_large, input_precision="tf32")
+    return tl.dot(a_large, b_large, input_precision="tf32") - (left - right)
 
 
 @triton.jit
@@ -21,7 +31,7 @@ def taken_apart(grown, shrunk, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr
         at = grown + pair[:, None] * D + channel[None, :]
         left = tl.load(at, mask=(token < G)[:, None], other=0.0)
         at = shrunk + token[None, :] * D + channel[:, None]
-        pairs += product(left, tl.load(at, mask=is_key[None, :], other=0.0))
+        pairs += small_product(left, tl.load(at, mask=is_key[None, :], other=0.0))
     return pairs
 
 
@@ -37,13 +47,8 @@ def solution_of(pairs, beta, G: tl.constexpr, R: tl.constexpr):
     m = tl.where(earlier & (i % 2 == 0), pairs * beta[:, None], 0.0)
     a = tl.where(earlier & (i % 2 == 1), pairs, 0.0)
     solution = tl.where(i == j, 1.0, 0.0) - m
-    if G > 2:
-        m = product(m, m)
-        solution += product(solution, m)
-    if G > 4:
-        m = product(m, m)
-        solution += product(solution, m)
-    if G > 8:
-        m = product(m, m)
-        solution += product(solution, m)
-    return solution + product(a, solution)
+    squares: tl.constexpr = (G > 2) + (G > 4) + (G > 8)
+    for _ in tl.range(squares):
+        m = small_product(m, m)
+        solution += small_product(solution, m)
+    return solution + small_product(a, solution)

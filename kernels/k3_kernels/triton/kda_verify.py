@@ -36,6 +36,17 @@ DEPTH = 32  # channels of a product at once: few registers
 
 
 @triton.jit
+def _chunk(old, grown, channel, pair, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Of some channels: recorded keys [R, C], the new keys and queries [C, R], the decay of the records [C]."""
+    here, is_old, is_new = channel < D, pair < N, pair // 2 < G
+    at = old + pair[:, None] * D + channel[None, :]
+    k = tl.load(at, mask=is_old[:, None] & here[None, :], other=0.0)
+    at = grown + pair[None, :] * D + channel[:, None]
+    kq = tl.load(at, mask=is_new[None, :] & here[:, None], other=0.0)
+    return k, kq, tl.load(old + N * D + channel, mask=here, other=0.0)
+
+
+@triton.jit
 def _apply(
     o_ptr,
     states_ptr,
@@ -55,7 +66,7 @@ def _apply(
     FLOATS: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = D // ROWS
     item, start = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * ROWS
@@ -74,19 +85,24 @@ def _apply(
 
     known = (pair <= read_column)[None, :]
     old_u = tl.load(delta + pair[None, :] * D, mask=known, other=0.0).to(tl.float32)
-    seen = tl.zeros([ROWS, R], dtype=tl.float32)  # P and R
-    for at in tl.range(0, D, CHANNELS, num_stages=STAGES):
-        channel = at + tl.arange(0, CHANNELS)
-        s = tl.load(state + channel[None, :]).to(tl.float32)
-        old_k = tl.load(
-            old + pair[:, None] * D + channel[None, :], mask=(pair < N)[:, None], other=0.0
-        )
-        kq = tl.load(grown + pair[None, :] * D + channel[:, None], mask=live[None, :], other=0.0)
-        s = s * tl.load(old + N * D + channel)[None, :] + product(old_u, old_k)
-        tl.store(state + channel[None, :], s.to(states_ptr.dtype.element_ty))
-        seen += product(s, kq)
-    aimed = tl.load(values + token[None, :] * D + value[:, None], mask=is_key[None, :], other=0.0)
+    channel = tl.arange(0, CHANNELS)
+    state += channel[None, :]
+    next_s = tl.load(state)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # for the scratch; what is read above is not the work of the launch before
     solution = tl.load(answer + pair[None, :] * R + pair[:, None])  # transposed
+    next_k, next_kq, next_decay = _chunk(old, grown, channel, pair, G, N, D)
+    seen = tl.zeros([ROWS, R], dtype=tl.float32)  # P and R
+    for at in tl.range(0, D, CHANNELS, num_stages=1):
+        s, old_k, kq, decay = next_s.to(tl.float32), next_k, next_kq, next_decay
+        more = at + CHANNELS  # under way while this chunk is computed
+        next_s = tl.load(state + more, mask=more + 0 * channel[None, :] < D, other=0.0)
+        next_k, next_kq, next_decay = _chunk(old, grown, more + channel, pair, G, N, D)
+        s = s * decay[None, :] + product(old_u, old_k)
+        tl.store(state + at, s.to(states_ptr.dtype.element_ty))
+        seen += product(s, kq)
+    at = values + token[None, :] * D + value[:, None]
+    aimed = tl.load(at, mask=is_key[None, :], other=0.0)
     both = product(aimed - seen, solution)  # U and A U
     tl.debug_barrier()  # every thread has read the old deltas
     tl.store(
@@ -103,23 +119,28 @@ def _padded(group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tile of `_apply` (value rows, channels at once, chunks under way, warps) and warps of the launch before it.
+    """Tile of `_apply` (value rows, channels at once, warps); warps of the launch before it and registers of a thread.
 
-    by_tile: that launch takes all tokens of a head at once, otherwise one after the other.
+    by_tile: that launch takes all tokens of a head at once, otherwise one after the other. By tile, on Hopper, it asks
+    for what it reads later, with `states` for what `_apply` reads, and `_apply` starts beside it.
     """
 
     rows: int
     channels: int
-    stages: int
     warps: int
     prepare_warps: int
     by_tile: bool
+    registers: int | None = None
+    hopper: bool = False
+    states: bool = False
 
 
-def tuned(programs: int) -> Tuning:
+def tuned(programs: int, *, hopper: bool = False) -> Tuning:
     """As measured on an H200 (132 processors): few programs wait for memory, many for instructions."""
-    few = programs <= 1024
-    return Tuning(128, 32, 1, 4, prepare_warps=4 if few else 1, by_tile=few)
+    if programs > 1024:
+        return Tuning(64, 32, 4, 1, by_tile=False)
+    states = hopper and programs <= 132
+    return Tuning(64, 32, 4, 4, by_tile=True, registers=128, hopper=hopper, states=states)
 
 
 def verify(
@@ -132,12 +153,14 @@ def verify(
     read_column_B: Tensor,
     out_BGHD: Tensor,
     tuning: Tuning | None = None,
+    *,
+    hopper: bool = False,
 ) -> None:
     """One group per row: writes o, and the rows' states, records, windows and tails. `reference.group.verify`."""
     n_rows, group, heads, _, dim = u_BGHSD.shape
     records = cache.records
     assert records is not None, "the block form keeps records"
-    chosen = tuning or tuned(n_rows * heads)
+    chosen = tuning or tuned(n_rows * heads, hopper=hopper)
     kept = records.shape[3]
     padded = _padded(max(group, kept))
     floats = (5 * group + kept + 1) * dim + padded * padded
@@ -162,9 +185,10 @@ def verify(
         FLOATS=floats,
         ROWS=rows,
         CHANNELS=min(chosen.channels, dim),
-        STAGES=chosen.stages,
+        PDL=chosen.hopper,
         num_warps=chosen.warps,
         num_stages=1,
+        **({"launch_pdl": True} if chosen.hopper else {}),
     )
 
 
@@ -217,14 +241,16 @@ def _prepare(
         "BOUNDED": bound is not None,
         "FACTORED": bound is not None and -bound * group <= LARGEST_EXPONENT,
         "FLOATS": scratch.numel() // (n_rows * heads),
-        "CHANNELS": min(DEPTH, dim),
         "num_warps": tuning.prepare_warps,
         "num_stages": 1,
     }
     grid = (n_rows * heads,)
     if tuning.by_tile:
+        state = (cache.states, *cache.states.stride()[:2])
         past = u_BGHSD.new_empty(n_rows * heads * 3 * (width - 1) * dim)
         columns = triton.next_power_of_2(width - 1)
-        prepare_tile[grid](*arguments, past, COLUMNS=columns, **shape)
+        limit = {} if tuning.registers is None else {"maxnreg": tuning.registers}
+        hopper = {"HOPPER": tuning.hopper, "STATES": tuning.states}
+        prepare_tile[grid](*arguments, *state, past, COLUMNS=columns, **hopper, **shape, **limit)
     else:
-        prepare_each[grid](*arguments, **shape)
+        prepare_each[grid](*arguments, CHANNELS=min(DEPTH, dim), **shape)

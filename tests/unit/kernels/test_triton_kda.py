@@ -86,3 +86,11 @@ def test_float16_inputs_are_widened_before_they_are_used(programs: int) -> None:
     arguments = (group.u, group.raw, group.beta, group.rule, group.cache, group.slots)
     kda_verify.verify(*arguments, group.column, o, kda_verify.tuned(programs))
     assert_same((o, group.cache), want, 2e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 400, 4096])
+def test_what_only_hopper_has_is_asked_of_hopper_alone(programs: int) -> None:
+    verify = kda_verify.tuned(programs)
+    assert not verify.hopper
+    assert not verify.states
+    assert not kda_decode.tuned(programs).fetch

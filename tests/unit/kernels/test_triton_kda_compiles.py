@@ -22,7 +22,7 @@ TYPES = dict.fromkeys(["u_ptr", "raw_ptr", "beta_ptr", "windows_ptr", "tails_ptr
 TYPES |= dict.fromkeys(["slots_ptr", "read_column_ptr"], "*i64")
 TYPES |= dict.fromkeys(["lower_bound", "eps", "scale", "beta", "linear_beta"], "fp32")
 TYPES |= dict.fromkeys(["x_ptr", "z_ptr", "active_ptr", "y_ptr", "kv_ptr", "shared_ptr"], "*bf16")
-TYPES |= dict.fromkeys(["w13_ptr", "w2_ptr", "counts_ptr", "pairs_ptr"], "*i32") | {"scale_ptr": "*u8"}
+TYPES |= dict.fromkeys(["w13_ptr", "w2_ptr", "counts_ptr", "pairs_ptr"], "*i32") | {"scale_ptr": "*i32"}
 
 
 def build(kernel, warps, **constants):
@@ -39,10 +39,10 @@ def build(kernel, warps, **constants):
 
 sizes = {"D": 64, "G": 2, "N": 2, "R": 16, "FLOATS": 13 * 64 + 256, "CHANNELS": 32}
 gate = {"W": 4, "BOUNDED": True}
-build(kda_decode._decode, 4, D=64, ROWS=16, STAGES=3, **gate)
-build(kda_verify._apply, 4, ROWS=64, STAGES=2, **sizes)
+build(kda_decode._decode, 4, D=64, ROWS=16, FETCH=True, **gate)
+build(kda_verify._apply, 4, ROWS=64, PDL=True, **sizes)
 build(kda_each.prepare_each, 1, TAIL=1, FACTORED=True, **gate, **sizes)
-build(kda_tokens.prepare_tile, 4, TAIL=1, FACTORED=True, COLUMNS=4, **gate, **sizes)
+build(kda_tokens.prepare_tile, 4, TAIL=1, FACTORED=True, COLUMNS=4, HOPPER=True, STATES=True, **gate, **sizes)
 chunk = {"D": 32, "BLOCK": 16, "FLOATS": kda_chunk._floats(32)}
 build(kda_chunk._prepare, 1, CHANNELS=32, FACTORED=True, **chunk)
 build(kda_chunk._scan, 4, ROWS=16, STAGES=2, **chunk)
