@@ -38,15 +38,17 @@ JOIN_S = 120.0
 TOKENS = (1, 8, 32, 256)  # of the messages that are timed
 IN_A_ROW = 20
 
-# First words of kernels' names. What is not listed is `other`; names of matrix products hold one of PRODUCTS.
+# First words of kernels' names, and words inside those of libraries. What is not listed is `other`; names of matrix
+# products hold one of PRODUCTS.
 CLASSES = {
     "reduce": ("ncclDevKernel_AllReduce",),
     "exchange": ("ncclDevKernel_SendRecv",),
     "gather": ("ncclDevKernel",),  # logits and tokens
-    "attention": ("attend", "merge_parts", "_merge", "_project", "_write", "correct", "flash"),
-    "kda": ("_decode", "_prepare", "_apply"),
+    "attention": ("attend", "merge_parts", "_merge", "_project", "_write", "correct", "reach"),
+    "kda": ("_decode", "prepare_each", "prepare_tile", "_apply"),
     "experts": ("_inner", "_outer", "_logits", "_choose", "_group", "_sum"),
 }
+LIBRARIES = {"flash_fwd": "attention", "get_mla_metadata": "attention"}
 PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "splitK", "cublas")
 
 
@@ -358,6 +360,9 @@ def class_of(kernel: str) -> str:
     """Of a kernel's name."""
     for name, words in CLASSES.items():
         if kernel.startswith(words):
+            return name
+    for word, name in LIBRARIES.items():
+        if word in kernel:
             return name
     return "products" if any(word in kernel for word in PRODUCTS) else "other"
 

@@ -140,7 +140,12 @@ def test_a_configuration_that_is_not_refused_is_a_problem(module: Any) -> None:
         ("ncclDevKernel_SendRecv", "exchange"),
         ("ncclDevKernel_AllGather_RING_LL", "gather"),
         ("attend_wide", "attention"),
+        (
+            "void legacy::sm90::flash_fwd_splitkv_mla_kernel<Traits<cutlass::bfloat16_t>>",
+            "attention",
+        ),
         ("_apply", "kda"),
+        ("prepare_tile", "kda"),
         ("nvjet_sm90_tst_256x128", "products"),
         ("_rms_norm", "other"),
     ],
