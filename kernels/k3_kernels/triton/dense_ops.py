@@ -70,7 +70,7 @@ class TritonDense:
         return TritonDraftTokens(head)
 
     def greedy_judge(self) -> GreedyJudge:
-        """In float32."""
+        """In the model's dtype; no float64."""
         return judge
 
     def derive_tables(self) -> DeriveTables:
