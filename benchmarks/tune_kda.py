@@ -23,13 +23,13 @@ DECODE = [
     for rows, warps in ((32, 4), (16, 4), (8, 4), (32, 8))
     for fetch in (False, True)
 ]
-TILE = kda_verify.Tuning(64, 32, 4, 4, by_tile=True, registers=128, hopper=True)
+TILE = kda_verify.tuned(400)
+FEW = kda_verify.tuned(1, hopper=True)
 VERIFY = [
     TILE,
     *(replace(TILE, rows=r, channels=c, warps=w) for r, c, w in ((128, 16, 4), (32, 32, 2))),
-    *(replace(TILE, prepare_warps=w, registers=r) for w, r in ((4, None), (8, 80), (8, None))),
-    replace(TILE, states=True),
-    replace(TILE, hopper=False),
+    *(replace(FEW, prepare_warps=w) for w in (4, 8)),
+    replace(FEW, hopper=False),
     kda_verify.tuned(1 << 20),
 ]
 

@@ -21,7 +21,7 @@ SHAPES = [
     pytest.param(Shape(30, 1, 96, 128, kept=0), id="one token, many programs"),
     pytest.param(Shape(3, 1, 5, 128, kept=0), id="one token, few programs"),
     pytest.param(Shape(3, 1, 5, 64, kept=1), id="one token with records"),
-    pytest.param(Shape(40, 8, 12, 128), id="more heads than the L2 takes in"),
+    pytest.param(Shape(40, 8, 12, 128), id="more heads than processors"),
 ]
 
 

@@ -11,12 +11,12 @@ of a head: windows [3, D, W - 1], tails [3, TAIL, D], weights [3, W, D], past in
 import triton
 import triton.language as tl
 
-from k3_kernels.triton.kda_prepare import fetch, log_decay
-from k3_kernels.triton.kda_solution import small_product, solution_of
+from k3_kernels.triton.kda_prepare import log_decay
+from k3_kernels.triton.kda_solution import solution_of, taken_apart
 
 
 @triton.jit
-def _recorded(record, old, read_column, channel, N: tl.constexpr, D: tl.constexpr, T: tl.constexpr):
+def recorded(record, old, read_column, channel, N: tl.constexpr, D: tl.constexpr, T: tl.constexpr):
     """Keys of the records 0 .. read_column, each decayed by what follows it, and below them the decay of all."""
     j = T - 1 - tl.arange(0, T)  # the newest first, so that a running sum is of what follows
     known = (j < N) & (j <= read_column)
@@ -31,10 +31,33 @@ def _recorded(record, old, read_column, channel, N: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
+def _past(
+    window,
+    tail,
+    past,
+    first,
+    channel,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    TAIL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Inputs `first` .. of window ++ tail that the convolution of the new tokens reaches; nothing else is read."""
+    c = tl.arange(0, COLUMNS)
+    column, needed = first + c, c < W - 1
+    at = window + channel[None, :] * (W - 1) + column[:, None]
+    x = tl.load(at, mask=(needed & (column < W - 1))[:, None], other=0.0)
+    if TAIL > 0:
+        at = tail + (column - (W - 1))[:, None] * D + channel[None, :]
+        x += tl.load(at, mask=(needed & (column >= W - 1))[:, None], other=0.0)
+    tl.store(past + c[:, None] * D + channel[None, :], x, mask=needed[:, None])
+
+
+@triton.jit
 def _convolved(
     inputs, u_token, past, weight, t, channel, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):
-    """Silu of the causal convolution, float32 [T, D]; and the inputs of the group."""
+    """Silu of the causal convolution, float32 [T, D]."""
     y = tl.zeros([t.shape[0], D], dtype=tl.float32)
     for tap in tl.static_range(W):
         c = t + tap - (W - 1)
@@ -42,22 +65,41 @@ def _convolved(
         x = tl.load(at, mask=((t < G) & (c >= 0))[:, None], other=0.0)
         at = past + (c + W - 1)[:, None] * D + channel[None, :]
         x += tl.load(at, mask=(c < 0)[:, None], other=0.0)
-        w = tl.load(weight + tap * D + channel[None, :] + 0 * t[:, None])
-        y += w.to(tl.float32) * x.to(tl.float32)
-    return y * tl.sigmoid(y), x
+        y += tl.load(weight + tap * D + channel).to(tl.float32)[None, :] * x.to(tl.float32)
+    return y * tl.sigmoid(y)
 
 
 @triton.jit
-def _taken_apart(k, q, shrunk, D: tl.constexpr, R: tl.constexpr):
-    """`kda_solution.taken_apart` of tiles at hand, [T, D], parts of the channels side by side."""
-    parts: tl.constexpr = 4 if D >= 64 else 1
-    left = tl.join(k, q).permute(0, 2, 1).reshape(R, parts, D // parts)
-    right = tl.join(shrunk, tl.zeros_like(shrunk)).permute(0, 2, 1).reshape(R, parts, D // parts)
-    return tl.sum(small_product(left.permute(1, 0, 2), right.permute(1, 2, 0)), 0)
+def _keep(
+    inputs,
+    u_token,
+    past,
+    window,
+    tail,
+    t,
+    channel,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Leave what the next group may need: the window after token 0, the inputs of the others in the tail."""
+    c = tl.arange(0, COLUMNS)
+    at = past + (c + 1)[:, None] * D + channel[None, :]
+    x = tl.load(at, mask=(c < W - 2)[:, None], other=0.0)
+    newest = inputs + 0 * c[:, None] + channel[None, :]
+    x += tl.load(newest, mask=(c == W - 2)[:, None], other=0.0)
+    at = window + channel[None, :] * (W - 1) + c[:, None]
+    tl.store(at, x.to(window.dtype.element_ty), mask=(c < W - 1)[:, None])
+    others = ((t > 0) & (t < G))[:, None]
+    x = tl.load(inputs + t[:, None] * u_token + channel[None, :], mask=others, other=0.0)
+    tl.store(
+        tail + (t - 1)[:, None] * D + channel[None, :], x.to(tail.dtype.element_ty), mask=others
+    )
 
 
 @triton.jit
-def _one_by_one(
+def one_by_one(
     q, k, total, keys, totals, t, channel, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr
 ):
     """The same where exp(-G) might overflow: only differences <= 0 are exponentiated."""
@@ -103,9 +145,6 @@ def prepare_tile(
     lower_bound,
     eps,
     scale,
-    states_ptr,
-    state_slot,
-    state_head,
     past_ptr,
     G: tl.constexpr,
     N: tl.constexpr,
@@ -117,11 +156,10 @@ def prepare_tile(
     BOUNDED: tl.constexpr,
     FACTORED: tl.constexpr,
     FLOATS: tl.constexpr,
-    HOPPER: tl.constexpr,
-    STATES: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """Scratch of a head: keys and queries grown by exp(G), values, recorded keys and their decay, the solution; for
-    `_one_by_one` alone, plain keys and G.
+    this kernel alone, keys shrunk by exp(-G) (or plain) and G.
     """
     item = tl.program_id(0).to(tl.int64)
     row, head = item // heads, item % heads
@@ -141,69 +179,49 @@ def prepare_tile(
     values, old = grown + 2 * G * D, grown + 3 * G * D
     answer = old + (N + 1) * D
     shrunk, totals = answer + R * R, answer + R * R + G * D
-    if HOPPER:
-        tl.extra.cuda.gdc_launch_dependents()  # `_apply` waits where it needs this launch
-        fetch(weight, 3 * D * W)
-        for token in tl.static_range(G):
-            fetch(inputs + token * u_token, 3 * D)
-        fetch(record, 3 * N * D)
-        if STATES:
-            fetch(states_ptr + slot * state_slot + head * state_head, D * D)
-        tl.debug_barrier()  # or the compiler puts it off
 
-    # The inputs before token 0 that the convolution reaches: `first` .. of window ++ tail.
-    part, c = tl.arange(0, 4 * COLUMNS) // COLUMNS, tl.arange(0, 4 * COLUMNS) % COLUMNS
-    column, wanted = first + c, (part < 3) & (c < W - 1)
-    windows = window + part[:, None] * wide + channel[None, :] * (W - 1)
-    at = tail + (part * TAIL + column - (W - 1))[:, None] * D + channel[None, :]
-    x = tl.load(at, mask=(wanted & (column >= W - 1))[:, None], other=0.0)
-    x += tl.load(windows + column[:, None], mask=(wanted & (column < W - 1))[:, None], other=0.0)
-    to_past = past + (part * (W - 1) + c)[:, None] * D + channel[None, :]
-    tl.store(to_past, x, mask=wanted[:, None])
+    for part in tl.static_range(3):
+        from_window, from_tail = window + part * wide, tail + part * TAIL * D
+        _past(from_window, from_tail, past + part * wide, first, channel, D, W, TAIL, COLUMNS)
     at = raw_ptr + row * raw_row + t[:, None] * raw_token + head * D + channel[None, :]
     raw = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    raw += tl.load(bias_ptr + head * D + channel[None, :] + 0 * t[:, None]).to(tl.float32)
-    decay = tl.load(decay_ptr + head).to(tl.float32)
-    token = pair // 2
-    is_key = (pair % 2 == 0) & (token < G)
-    beta = tl.load(beta_ptr + row * beta_row + token * beta_token + head, mask=is_key, other=0.0)
-    _recorded(record, old, read_column, channel, N, D, T)
-    tl.debug_barrier()  # the past inputs are there
+    recorded(record, old, read_column, channel, N, D, T)
+    tl.debug_barrier()  # what is overwritten below has been read, the past inputs are there
 
-    q, own_q = _convolved(inputs, u_token, past, weight, t, channel, G, D, W)
-    k, own_k = _convolved(inputs + D, u_token, past + wide, weight + D * W, t, channel, G, D, W)
-    v, own_v = _convolved(
-        inputs + 2 * D, u_token, past + 2 * wide, weight + 2 * D * W, t, channel, G, D, W
-    )
-    # The windows after token 0.
-    kept = tl.load(to_past + D, mask=(wanted & (c < W - 2))[:, None], other=0.0)
-    at = inputs + part[:, None] * D + channel[None, :] + 0 * c[:, None]
-    kept += tl.load(at, mask=(wanted & (c == W - 2))[:, None], other=0.0)
+    q = _convolved(inputs, u_token, past, weight, t, channel, G, D, W)
+    k = _convolved(inputs + D, u_token, past + wide, weight + D * W, t, channel, G, D, W)
     q *= (tl.rsqrt(tl.sum(q * q, 1) + eps) * scale)[:, None]
     k *= tl.rsqrt(tl.sum(k * k, 1) + eps)[:, None]
+    raw += tl.load(bias_ptr + head * D + channel).to(tl.float32)[None, :]
+    decay = tl.load(decay_ptr + head).to(tl.float32)
     g = tl.where(live, log_decay(raw, decay, lower_bound, BOUNDED), 0.0)
     total = tl.cumsum(g, 0)
     growth = tl.exp(total)
     at = t[:, None] * D + channel[None, :]
-    grown_k, grown_q = k * growth, q * growth
-    tl.store(grown + at + t[:, None] * D, grown_k, mask=live)
-    tl.store(grown + at + (t[:, None] + 1) * D, grown_q, mask=live)
+    tl.store(grown + at + t[:, None] * D, k * growth, mask=live)
+    tl.store(grown + at + (t[:, None] + 1) * D, q * growth, mask=live)
+    tl.store(shrunk + at, k * tl.exp(-total) if FACTORED else k, mask=live)
     if not FACTORED:
-        tl.store(shrunk + at, k, mask=live)
         tl.store(totals + at, total, mask=live)
-    tl.debug_barrier()  # the rows are complete, and what is overwritten below has been read
-    if FACTORED:
-        pairs = _taken_apart(grown_k, grown_q, tl.where(live, k * tl.exp(-total), 0.0), D, R)
-    else:
-        pairs = _one_by_one(q, k, total, shrunk, totals, t, channel, G, D, R)
     tl.store(record + at, k.to(records_ptr.dtype.element_ty), mask=live)
     tl.store(record + 2 * N * D + at, g.to(records_ptr.dtype.element_ty), mask=live)
+    v = _convolved(
+        inputs + 2 * D, u_token, past + 2 * wide, weight + 2 * D * W, t, channel, G, D, W
+    )
     tl.store(values + at, v, mask=live)
-    tl.store(windows + c[:, None], kept.to(windows_ptr.dtype.element_ty), mask=wanted[:, None])
-    others, to = live & (t > 0)[:, None], tail + at - D
-    tl.store(to, own_q.to(tails_ptr.dtype.element_ty), mask=others)
-    tl.store(to + TAIL * D, own_k.to(tails_ptr.dtype.element_ty), mask=others)
-    tl.store(to + 2 * TAIL * D, own_v.to(tails_ptr.dtype.element_ty), mask=others)
+    tl.debug_barrier()  # the rows are complete
+
+    if FACTORED:
+        pairs = taken_apart(grown, shrunk, G, D, R, CHANNELS)
+    else:
+        pairs = one_by_one(q, k, total, shrunk, totals, t, channel, G, D, R)
+    token = pair // 2
+    is_key = (pair % 2 == 0) & (token < G)
+    beta = tl.load(beta_ptr + row * beta_row + token * beta_token + head, mask=is_key, other=0.0)
     beta = tl.where(is_key, tl.sigmoid(beta.to(tl.float32)), 0.0)
     solution = solution_of(pairs, beta, G, R) * beta[None, :]
     tl.store(answer + pair[:, None] * R + pair[None, :], solution)
+    for part in tl.static_range(3):
+        to_window, to_tail = window + part * wide, tail + part * TAIL * D
+        here, before = inputs + part * D, past + part * wide
+        _keep(here, u_token, before, to_window, to_tail, t, channel, G, D, W, COLUMNS)

@@ -12,7 +12,7 @@ product is done once for both: (I + A)(I + M)^-1 turns V - P into U (even column
 U, K and g are the group's records. Products are three of tf32: float32 up to the last bits.
 
 Two launches. The first does everything that is per token and leaves it in a scratch: `kda_each` where there are many
-heads, `kda_tokens` where there are few. `_apply` streams the state. In one kernel every warp that multiplies
+heads, `kda_tokens` where there are few, `kda_few` below one for each processor. `_apply` streams the state. In one kernel every warp that multiplies
 a small matrix would compute it again, and its registers would leave room for two programs on a processor: measured
 2.66 ms where the two take a small fraction. What a program overwrites (records, inputs) it alone has read.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from k3_kernels.reference.group import GroupCache, GroupRule
 from k3_kernels.triton.kda_each import prepare_each
+from k3_kernels.triton.kda_few import prepare_few
 from k3_kernels.triton.kda_tokens import prepare_tile
 from k3_kernels.triton.tf32 import product
 
@@ -121,8 +122,8 @@ def _padded(group: int) -> int:
 class Tuning:
     """Tile of `_apply` (value rows, channels at once, warps); warps of the launch before it and registers of a thread.
 
-    by_tile: that launch takes all tokens of a head at once, otherwise one after the other. By tile, on Hopper, it asks
-    for what it reads later, with `states` for what `_apply` reads, and `_apply` starts beside it.
+    by_tile: that launch takes all tokens of a head at once, otherwise one after the other; few: by `kda_few`, on
+    Hopper beside `_apply`.
     """
 
     rows: int
@@ -130,17 +131,16 @@ class Tuning:
     warps: int
     prepare_warps: int
     by_tile: bool
-    registers: int | None = None
+    few: bool = False
     hopper: bool = False
-    states: bool = False
 
 
 def tuned(programs: int, *, hopper: bool = False) -> Tuning:
     """As measured on an H200 (132 processors): few programs wait for memory, many for instructions."""
     if programs > 1024:
         return Tuning(64, 32, 4, 1, by_tile=False)
-    states = hopper and programs <= 132
-    return Tuning(64, 32, 4, 4, by_tile=True, registers=128, hopper=hopper, states=states)
+    few = programs <= 132
+    return Tuning(64, 32, 4, 8 if few else 4, by_tile=True, few=few, hopper=few and hopper)
 
 
 def verify(
@@ -245,12 +245,13 @@ def _prepare(
         "num_stages": 1,
     }
     grid = (n_rows * heads,)
-    if tuning.by_tile:
-        state = (cache.states, *cache.states.stride()[:2])
-        past = u_BGHSD.new_empty(n_rows * heads * 3 * (width - 1) * dim)
-        columns = triton.next_power_of_2(width - 1)
-        limit = {} if tuning.registers is None else {"maxnreg": tuning.registers}
-        hopper = {"HOPPER": tuning.hopper, "STATES": tuning.states}
-        prepare_tile[grid](*arguments, *state, past, COLUMNS=columns, **hopper, **shape, **limit)
-    else:
+    if not tuning.by_tile:
         prepare_each[grid](*arguments, CHANNELS=min(DEPTH, dim), **shape)
+        return
+    past = u_BGHSD.new_empty(n_rows * heads * 3 * (width - 1) * dim)
+    columns = triton.next_power_of_2(width - 1)
+    if tuning.few:
+        state = (cache.states, *cache.states.stride()[:2])
+        prepare_few[grid](*arguments, *state, past, COLUMNS=columns, HOPPER=tuning.hopper, **shape)
+    else:
+        prepare_tile[grid](*arguments, past, COLUMNS=columns, CHANNELS=min(DEPTH, dim), **shape)
