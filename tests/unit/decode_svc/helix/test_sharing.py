@@ -6,6 +6,9 @@ import torch
 from decode_svc.ledger import Ledger
 from k3.config.commandline import CommandLine
 from k3.config.load import load_engine
+from k3.model.k3 import Stage
+from k3.model.layers import GatedMlp
+from k3.model.moe import Moe
 from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh, Shard
@@ -35,14 +38,40 @@ def test_r27_a_dense_layer_takes_its_shard_from_all_ranks_of_the_stage() -> None
     mesh = Mesh(cp=2)
     assert [mesh.place(r).shard for r in range(2)] == [Shard(0, 2), Shard(1, 2)]
     x = torch.randn(3, SPEC.hidden_size, dtype=torch.float64)
-    whole = solo_stage(NANO, "float64").layers[0].ffn(x)
     groups = mesh_groups(mesh)
 
+    def output_of(stage: Stage) -> torch.Tensor:
+        dense = stage.layers[0].ffn
+        assert isinstance(dense, GatedMlp)
+        return dense(x)
+
+    whole = output_of(solo_stage(NANO, "float64"))
+
     def part(rank: int) -> torch.Tensor:
-        stage = open_stage(NANO, mesh.place(rank), groups[rank], OPS, dtype="float64", device=CPU)
-        return stage.layers[0].ffn(x)
+        place = mesh.place(rank)
+        return output_of(open_stage(NANO, place, groups[rank], OPS, dtype="float64", device=CPU))
 
     assert_close(torch.stack(run_group(2, part)).sum(0), whole, 1e-12, "sum of both halves")
+
+
+def test_experts_of_several_ranks_add_up_as_precisely_as_the_model_computes() -> None:
+    mesh = Mesh(cp=2)
+    x = torch.randn(3, SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def added(stage: Stage) -> torch.Tensor:
+        experts = stage.layers[1].ffn
+        assert isinstance(experts, Moe)
+        return torch.stack(experts(x)).sum(0)
+
+    whole = added(solo_stage(NANO, "float32"))
+    groups = mesh_groups(mesh)
+
+    def both(rank: int) -> torch.Tensor:
+        place = mesh.place(rank)
+        return added(open_stage(NANO, place, groups[rank], OPS, dtype="float32", device=CPU))
+
+    for found in run_group(2, both):
+        assert_close(found, whole, 1e-5, "outputs")
 
 
 def test_r28_seeing_context_ranks_as_tensor_ranks_changes_no_setting() -> None:
