@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from router import connection
 from router.openai import body
-from tests.unit.router.conftest import RunningRouter
+from tests.unit.router.conftest import RunningRouter, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -83,6 +84,27 @@ async def test_a_body_that_takes_too_long_is_given_up(
     )
     status, answer = await exchange(module_router, head.encode())
     assert (status, answer["error"]["code"]) == (408, "request_timeout")
+
+
+async def test_a_client_that_reads_nothing_is_given_up(
+    module_router: RunningRouter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More is written than socket buffers take, and the deadline of the request is minutes away."""
+    monkeypatch.setattr(connection, "READ_S", 0.05)
+    module_router.decode.script = [[97] * 200] * 20_000
+    text = json.dumps({"prompt": "x", "stream": True, "logprobs": 0})
+    head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = module_router.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall((head + text).encode())
+        requests = module_router.router.serving.requests
+        await until(lambda: len(requests) == 1, "the request is open")
+        await until(lambda: len(requests) == 0, "the request has ended")
+        await until(lambda: module_router.decode.n_running == 0, "its call has ended")
+    module_router.decode.reset()
 
 
 async def test_a_large_body_is_no_large_head(module_router: RunningRouter) -> None:
