@@ -1,13 +1,10 @@
-"""From bytes to pages and slots, and from a request to its worst case.
+"""From a request to its worst case, in tokens. What a token costs in bytes is in `k3/cache/layout.py`.
 
-All costs use the mapping the pools are built with. Admission reserves the worst case of a request, so an allocation in
-mid-flight cannot fail; round down when buying, up when paying.
+Admission reserves the worst case of a request, so an allocation in mid-flight cannot fail.
 Golden: helix/capacity.json, helix/admission.json.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from decode_svc.ledger import Ledger
 
@@ -26,111 +23,3 @@ def worst_len(prompt_len: int, max_tokens: int, draft_tokens: int, in_flight: in
 def table_width(ledger: Ledger, max_model_len: int, draft_tokens: int, in_flight: int) -> int:
     """Columns of the page table: the worst case of the longest request."""
     return max(1, ledger.pages(max_model_len - 2 + (in_flight + 1) * (draft_tokens + 1)))
-
-
-def local_to_global(ledger: Ledger, local_tokens: int) -> int:
-    """Global tokens that `local_tokens` of every rank buy: whole pages only when split over ranks."""
-    if ledger.cp == 1:
-        return local_tokens
-    return local_tokens // ledger.page_tokens * ledger.block_tokens
-
-
-def global_to_local(ledger: Ledger, tokens: int) -> int:
-    """Tokens every rank must hold for `tokens` global ones."""
-    return tokens if ledger.cp == 1 else ledger.pages(tokens) * ledger.page_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StateCost:
-    """Recurrent state and convolution window of one request, per rank."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    conv_width: int
-    state_bytes: int
-    conv_bytes: int
-
-    def of(self, shards: int) -> int:
-        """Bytes on each of `shards` ranks."""
-        heads = self.heads // shards
-        window = 3 * heads * self.head_dim * (self.conv_width - 1) * self.conv_bytes
-        return self.layers * window + self._state(shards)
-
-    def _state(self, shards: int) -> int:
-        return self.layers * (self.heads // shards) * self.head_dim**2 * self.state_bytes
-
-    def rollback(self, shards: int, group: int, form: str) -> int:
-        """Bytes beyond `of` that let any prefix of `group` tokens be the accepted one, on each of `shards` ranks.
-
-        form: `snapshots`, a further state per draft, or `replay`, a key, a delta and a log decay per token. Kimi-K3 in
-        groups of 8, all ranks together: 2.83 GiB or 77.6 MiB, and 34.0 MiB of convolution inputs either way.
-        """
-        per_token = self.layers * self.heads // shards * 3 * self.head_dim
-        inputs = (group - 1) * per_token * self.conv_bytes
-        match form:
-            case "snapshots":
-                return inputs + (group - 1) * self._state(shards)
-            case "replay":
-                return inputs + group * per_token * self.state_bytes
-            case _:
-                raise ValueError(f"form={form!r}: expected snapshots or replay")
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCost:
-    """Cache of a drafter: grouped heads are sharded by head, a latent (`kv_heads` = 1) is replicated."""
-
-    kind: str  # "gqa" | "mla"
-    layers: int
-    width: int
-    kv_heads: int
-    dtype_bytes: int
-
-    def of(self, shards: int) -> int:
-        """Bytes of one global token on each of `shards` ranks."""
-        if self.kind == "mla":
-            return self.layers * self.width * self.dtype_bytes
-        return self.layers * 2 * -(-self.kv_heads // shards) * self.width * self.dtype_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCost:
-    """Bytes of everything one rank holds, in one place for the allocator and for the planner.
-
-    The drafter's cache has two forms: a ring per draft slot (`ring_rows`), a fixed cost like the state, or pages
-    (`ring_rows` = 0), which cost L tokens on every rank because draft rows are not spread over context ranks.
-    record_bytes: what a state slot needs beyond its state to roll a verify group back.
-    """
-
-    ledger: Ledger
-    target_token_bytes: int
-    state_bytes: int
-    record_bytes: int = 0
-    draft_token_bytes: int = 0
-    ring_rows: int = 0
-
-    @property
-    def page_bytes(self) -> int:
-        """One page."""
-        paged_draft = 0 if self.ring_rows else self.ledger.block_tokens * self.draft_token_bytes
-        return self.ledger.page_tokens * self.target_token_bytes + paged_draft
-
-    @property
-    def slot_bytes(self) -> int:
-        """One state slot."""
-        return self.state_bytes + self.record_bytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """One draft slot."""
-        return self.ring_rows * self.draft_token_bytes
-
-    def pages(self, budget_bytes: int, slots: int, draft_slots: int = 0) -> int:
-        """Pages that fit beside the slots (dummies included); below 1 when they do not."""
-        fixed = slots * self.slot_bytes + draft_slots * self.ring_bytes
-        return (budget_bytes - fixed) // self.page_bytes
-
-    def capacity(self, pages: int) -> int:
-        """Global tokens of the whole group."""
-        return pages * self.ledger.block_tokens

@@ -5,7 +5,7 @@ are a super-block of `L = P * C` tokens and have one page id, the same on every 
 page-table rows and derive the rest, so nothing can drift.
 
 `pos` and `n` are global tokens of one request, `r` a context-parallel rank. C = 1 is the plain layout.
-Golden: helix/closed_forms.json, partition.json, verify_groups.json.
+Golden: helix/closed_forms.json, partition.json.
 """
 
 from __future__ import annotations
@@ -70,30 +70,3 @@ class Ledger:
     def positions(self, n: int, r: int) -> list[int]:
         """The first `n` positions that lie on rank `r`, ascending."""
         return [self.global_pos(index, r) for index in range(self.local_len(n, r))]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShare:
-    """What rank `r` sees of a verify group at positions `base .. base + k`."""
-
-    slots: tuple[int, ...]  # index in the rank's local order, -1 when another rank owns the token
-    bounds: tuple[int, ...]  # keys of this rank each token may see, itself included
-
-    @property
-    def owned(self) -> int:
-        """Tokens of the group this rank writes."""
-        return sum(slot >= 0 for slot in self.slots)
-
-    @property
-    def kv_len(self) -> int:
-        """Keys of this rank after the group is written."""
-        return self.bounds[-1]
-
-
-def group_share(ledger: Ledger, base: int, group: int, r: int) -> GroupShare:
-    """The per-token tables of one verify group, as the device derives them (host form, for tests and planning)."""
-    places = range(base, base + group)
-    return GroupShare(
-        tuple(ledger.local_index(p) if ledger.owner(p) == r else -1 for p in places),
-        tuple(ledger.local_len(p + 1, r) for p in places),
-    )

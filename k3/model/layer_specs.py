@@ -62,11 +62,6 @@ class KdaSpec:
         """Channels of q, k and v each."""
         return self.n_heads * self.head_dim
 
-    @property
-    def window(self) -> int:
-        """Columns of the convolution window that are kept between tokens."""
-        return self.conv_width - 1
-
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:

@@ -1,7 +1,7 @@
 """What a Kimi-K3-family model is: `K3Spec`, read from a Hugging Face `config.json`.
 
-Lives here: every number the model code, the cache layout and the capacity formulas need; those of one
-kind of layer in `layer_specs.py`.
+Lives here: every number the model code and the cache layout need; those of one kind of layer in
+`layer_specs.py`.
 Not here: tensor names (`names.py`), weights, anything that imports torch.
 A config that lacks a required field is refused by name; nothing is defaulted, because a silently
 defaulted width gives a model that runs and is wrong. Nullable fields may be absent: absent is null.
@@ -40,7 +40,7 @@ ARCHITECTURES = {
     "KimiK31ForConditionalGeneration": K3_ARCHITECTURE,
 }
 TEXT_MODEL_TYPE = "kimi_linear"
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 QK_NORM_EPS = 1e-6  # KDA query/key L2 norm: fixed, not rms_norm_eps
 LORA_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm: fixed, not rms_norm_eps
 
@@ -116,31 +116,6 @@ class K3Spec:
     def bank_depth(self, layer: int) -> int:
         """AttnRes blocks that exist when `layer` starts; `num_layers` means after the last layer."""
         return 0 if self.attn_res_block is None else -(-layer // self.attn_res_block)
-
-    def latent_bytes_per_token(self, dtype: str, layers: range | None = None) -> int:
-        """MLA cache bytes of one token over `layers`, on a rank that holds the token."""
-        n = len(self.layers_of(LayerKind.MLA, layers))
-        return n * self.mla.latent_width * ITEM_BYTES[dtype]
-
-    def recurrent_bytes_per_request(
-        self, dtype: str = "float32", layers: range | None = None
-    ) -> int:
-        """Recurrent KDA state of one request over all heads."""
-        n = len(self.layers_of(LayerKind.KDA, layers))
-        return n * self.kda.n_heads * self.kda.head_dim**2 * ITEM_BYTES[dtype]
-
-    def conv_bytes_per_request(self, dtype: str, layers: range | None = None) -> int:
-        """Convolution windows (q, k, v) of one request over all heads."""
-        n = len(self.layers_of(LayerKind.KDA, layers))
-        return n * 3 * self.kda.width * self.kda.window * ITEM_BYTES[dtype]
-
-    def state_bytes_per_request(
-        self, conv_dtype: str, state_dtype: str = "float32", layers: range | None = None
-    ) -> int:
-        """KDA state and convolution windows of one request over all heads."""
-        return self.recurrent_bytes_per_request(state_dtype, layers) + self.conv_bytes_per_request(
-            conv_dtype, layers
-        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> K3Spec:
@@ -227,8 +202,8 @@ def _dtype(text: Fields, wrapper: Fields) -> str:
     for fields in (text, wrapper):
         for name in ("dtype", "torch_dtype"):
             if name in fields.values:
-                return fields.choice(name, *ITEM_BYTES)
-    return str(text.required("dtype", " or ".join(ITEM_BYTES)))
+                return fields.choice(name, *DTYPES)
+    return str(text.required("dtype", " or ".join(DTYPES)))
 
 
 def _mxfp4(text: Fields, wrapper: Fields) -> bool:

@@ -4,8 +4,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from decode_svc.capacity import global_to_local, local_to_global, table_width, worst_len
-from decode_svc.ledger import Ledger, group_share
+from decode_svc.capacity import table_width, worst_len
+from decode_svc.ledger import Ledger
+from tests.helix_formulas import global_to_local, group_share, local_to_global
 
 pytestmark = pytest.mark.helix
 

@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from decode_svc.capacity import (
-    DraftCost,
-    PoolCost,
-    StateCost,
-    global_to_local,
-    local_to_global,
-    worst_len,
-)
+from decode_svc.capacity import worst_len
 from decode_svc.ledger import Ledger
 from decode_svc.memory import PoolMemory
 from decode_svc.request import DecodeRequest, RequestSpec, State
@@ -21,6 +14,7 @@ from k3.cache.pages import PagePool
 from k3.cache.slots import SlotPool
 from k3.errors import RequestRejected
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
+from tests.helix_formulas import DraftCost, PoolCost, StateCost, global_to_local, local_to_global
 
 pytestmark = pytest.mark.helix
 

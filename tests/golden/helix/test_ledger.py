@@ -9,7 +9,8 @@ import torch
 from k3_kernels.reference.tables import verify_tables
 
 from decode_svc.capacity import worst_len
-from decode_svc.ledger import Ledger, group_share
+from decode_svc.ledger import Ledger
+from tests.helix_formulas import group_share
 
 pytestmark = pytest.mark.helix
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from k3.cache.layout import build_layout
 from k3.errors import ModelError
 from k3.model.names import model_tensors, parameter_count
 from k3.model.spec import K3Spec, LayerKind
+from k3.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[3]
 REAL = json.loads((ROOT / "docs/examples/kimi-k3-config.json").read_text())
@@ -21,6 +23,14 @@ NANO = json.loads((ROOT / "tests/golden/k3/config.json").read_text())
 @pytest.fixture(scope="module")
 def real() -> K3Spec:
     return K3Spec.from_config(REAL)
+
+
+def cache_bytes(spec: K3Spec, dtype: str, n_layers: int | None = None) -> dict[str, int]:
+    """Latent bytes of a token and state bytes of a request, of all layers or of the first `n_layers`."""
+    split = (n_layers, spec.num_layers - n_layers) if n_layers else None
+    mesh = Mesh(pp=2, partition=split) if split else Mesh()
+    layout = build_layout(spec, mesh, 0, page_tokens=1, dtype=dtype)
+    return {field.name: field.unit_bytes for field in layout.fields}
 
 
 def test_real_k3_has_the_published_structure(real: K3Spec) -> None:
@@ -38,12 +48,13 @@ def test_real_k3_has_the_published_structure(real: K3Spec) -> None:
 
 def test_real_k3_has_the_published_sizes(real: K3Spec) -> None:
     assert abs(parameter_count(real) - 2.7795e12) < 1e8
-    assert real.latent_bytes_per_token("bfloat16") == 27_648
-    assert real.latent_bytes_per_token("bfloat16", range(4)) == 1_152
-    assert real.recurrent_bytes_per_request() == 434_110_464
-    assert real.conv_bytes_per_request("bfloat16") == 15_261_696
-    assert real.state_bytes_per_request("bfloat16") == 449_372_160
-    assert real.recurrent_bytes_per_request(layers=range(1)) == 6_291_456
+    assert cache_bytes(real, "bfloat16") == {
+        "latent": 27_648,
+        "kda": 434_110_464,
+        "conv": 15_261_696,
+    }
+    assert cache_bytes(real, "bfloat16", n_layers=4)["latent"] == 1_152
+    assert cache_bytes(real, "bfloat16", n_layers=1)["kda"] == 6_291_456
 
 
 def test_real_k3_tensor_table_has_the_published_shapes(real: K3Spec) -> None:
@@ -62,8 +73,7 @@ def test_real_k3_tensor_table_has_the_published_shapes(real: K3Spec) -> None:
 def test_nano_has_the_documented_sizes() -> None:
     nano = K3Spec.from_config(NANO)
     assert round(parameter_count(nano) / 1e6, 3) == 0.842
-    assert nano.latent_bytes_per_token("float32") == 480
-    assert nano.state_bytes_per_request("float32") == 6 * (4096 + 2304)
+    assert cache_bytes(nano, "float32") == {"latent": 480, "kda": 6 * 4096, "conv": 6 * 2304}
 
 
 def test_bare_text_config_gives_the_same_model_as_its_wrapper() -> None:

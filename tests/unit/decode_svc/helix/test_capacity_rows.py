@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from decode_svc.capacity import DraftCost, PoolCost, StateCost, global_to_local, local_to_global
 from decode_svc.ledger import Ledger
 from k3.cache.layout import build_layout
 from k3.model.spec import K3Spec
 from k3.parallel.mesh import Mesh
+from tests.helix_formulas import DraftCost, PoolCost, StateCost, global_to_local, local_to_global
 
 pytestmark = pytest.mark.helix
 

@@ -10,7 +10,7 @@ import torch
 from k3_kernels.reference.tables import verify_tables
 
 from decode_svc.deployment import Deployment
-from decode_svc.ledger import Ledger, group_share
+from decode_svc.ledger import Ledger
 from decode_svc.memory import PoolMemory
 from decode_svc.rank.rows import DUMMY_ROW, NO_PAGE, RowTable
 from decode_svc.rank.step import apply_rows
@@ -22,6 +22,7 @@ from k3.cache.slots import SlotPool
 from k3.config.tree import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
 from k3.v1 import plan_pb2
+from tests.helix_formulas import group_share
 
 pytestmark = pytest.mark.helix
 
