@@ -14,10 +14,10 @@ from enum import IntEnum
 from pathlib import Path
 
 import torch
+from k3_kernels.reference.mxfp4 import GROUP, unpack
 from torch import Tensor
 
 from k3.errors import ModelError
-from k3.model.mxfp4 import GROUP, unpack
 from k3.model.names import expert_name, layer_prefix
 from k3.model.spec import K3Spec
 from k3.model.weights import TensorSource, open_folder

@@ -47,7 +47,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """Tensors already in memory: random test weights, a model being trained."""
+    """Tensors already in memory, as those of tests are."""
 
     tensors: Mapping[str, Tensor]
 

@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from k3.model.initial import random_tensors, save_checkpoint
 from k3.model.spec import K3Spec
+from tests.random_weights import random_tensors, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/k3"

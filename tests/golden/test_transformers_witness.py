@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3.model.initial import random_tensors
 from k3.model.registry import build_stage
 from k3.model.spec import K3Spec
 from k3.model.weights import open_folder
 from tests.compare import assert_close
 from tests.model_runner import OPS, Pools
+from tests.random_weights import random_tensors
 
 NANO = Path(__file__).parent / "k3/config.json"
 SILU_BETA = 1e4

@@ -18,13 +18,13 @@ from k3.cache.storage import Storage
 from k3.model.batch import ChunkBatch
 from k3.model.mla import Mla
 from k3.model.moe import Moe
-from k3.model.mxfp4 import pack
 from k3.model.spec import QK_NORM_EPS, K3Spec
 from k3.model.weights import MemorySource, Weights
 from k3.parallel.collectives import solo_groups
 from k3.parallel.mesh import SOLO
 from tests.compare import assert_close
 from tests.model_runner import CPU, OPS
+from tests.mxfp4 import pack
 
 HERE = Path(__file__).parent
 G = load_file(HERE / "components.safetensors")

@@ -9,16 +9,17 @@ from typing import BinaryIO
 
 import pytest
 import torch
+from k3_kernels.reference.mxfp4 import unpack
 from torch import Tensor
 
 from benchmarks.k3_gguf import Converter, Kind, convert, metadata, mxfp4_blocks
 from benchmarks.llama_child import interpreter
 from k3.errors import ModelError
-from k3.model.initial import random_tensors
-from k3.model.mxfp4 import pack, unpack
 from k3.model.names import parameter_count
 from k3.model.spec import K3Spec
 from k3.model.weights import MemorySource, open_folder
+from tests.mxfp4 import pack
+from tests.random_weights import random_tensors
 
 NANO = Path(__file__).parents[2] / "golden/k3"
 SPEC = K3Spec.from_folder(NANO)

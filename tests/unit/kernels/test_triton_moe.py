@@ -11,8 +11,8 @@ from k3_kernels.triton.moe_ops import TritonMoe
 from k3_kernels.triton.mxfp4 import DealtExperts
 from torch import Tensor
 
-from k3.model.mxfp4 import pack
 from tests.compare import assert_close
+from tests.mxfp4 import pack
 
 RULES = [
     pytest.param(1, 7, 2100, Routing(1, "sigmoid", True, 1.0), id="one of seven"),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from k3.model.batch import ChunkBatch, VerifyBatch
-from k3.model.initial import random_tensors
 from k3.model.k3 import Stage
 from k3.model.registry import build_stage, open_stage
 from k3.model.spec import K3Spec
@@ -24,6 +23,7 @@ from k3.parallel.collectives import solo_groups
 from k3.parallel.mesh import Mesh
 from tests.compare import assert_close
 from tests.model_runner import CPU, OPS, Pools, solo_stage
+from tests.random_weights import random_tensors
 
 NANO = Path(__file__).parents[2] / "golden/k3"
 ATOL = 1e-9

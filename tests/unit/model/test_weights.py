@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k3.errors import ModelError
-from k3.model.initial import random_tensors, save_checkpoint
 from k3.model.names import LANGUAGE_PREFIX
 from k3.model.registry import build_stage, open_stage
 from k3.model.spec import K3Spec
@@ -20,6 +19,7 @@ from k3.parallel.collectives import solo_groups
 from k3.parallel.mesh import SOLO, Mesh, Shard
 from tests.compare import assert_close
 from tests.model_runner import CPU, OPS, Pools, solo_stage
+from tests.random_weights import random_tensors, save_checkpoint
 
 NANO = Path(__file__).parents[2] / "golden/k3"
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -1,27 +1,19 @@
-"""Packing weights to MXFP4, the inverse of `k3_kernels.reference.mxfp4.unpack`.
+"""Packing weights to MXFP4, the inverse of `k3_kernels.reference.mxfp4.unpack`; serving only unpacks.
 
-Used to make MXFP4 twins of unquantised experts; serving only unpacks. Rounding is to the nearest of
-the 8 magnitudes (ties to the even code), with the smallest power-of-two scale that avoids clipping
-the largest value of a group of 32.
+Rounding is to the nearest of the 8 magnitudes (ties to the even code), with the smallest power-of-two scale that
+avoids clipping the largest value of a group of 32.
 """
 
 from __future__ import annotations
 
 import torch
-from k3_kernels.reference.mxfp4 import GROUP, MAGNITUDES, unpack
+from k3_kernels.reference.mxfp4 import GROUP, MAGNITUDES
 from torch import Tensor
-
-from k3.errors import ModelError
-
-__all__ = ["GROUP", "pack", "unpack"]
 
 
 def pack(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Returns packed uint8 [O, I / 2] and scale uint8 [O, I / 32]. I must be a multiple of 32."""
-    if weight_OI.shape[-1] % GROUP:
-        raise ModelError(
-            f"MXFP4 packs groups of {GROUP} inputs: got an input width of {weight_OI.shape[-1]}"
-        )
+    assert weight_OI.shape[-1] % GROUP == 0, f"input width {weight_OI.shape[-1]}: groups of {GROUP}"
     groups = weight_OI.to(torch.float64).unflatten(-1, (-1, GROUP))
     peak = groups.abs().amax(-1)
     exponent = torch.ceil(torch.log2(peak / MAGNITUDES[-1]))

@@ -1,4 +1,4 @@
-"""Random weights for a spec: tests and benchmarks without a checkpoint, and the start of training.
+"""Random weights for a spec, where a test needs no checkpoint.
 
 Linear layers std 1/sqrt(fan_in), norms about 1, A_log = log U(0.3, 1.5), dt_bias about -2, convolutions
 mostly on the current token, embedding std 1: activations stay O(1) and routing is spread.
@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3.model.mxfp4 import pack
 from k3.model.names import LANGUAGE_PREFIX, model_tensors
 from k3.model.spec import K3Spec
+from tests.mxfp4 import pack
 
 
 def random_tensors(spec: K3Spec, seed: int) -> dict[str, Tensor]:
