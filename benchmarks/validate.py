@@ -31,7 +31,6 @@ import validate_steps
 from validate_steps import Settings
 
 HERE = Path(__file__).parent
-SIZES = (1, 2, 4, 8)
 CONTEXTS = {"cuda": "32768,4096,131072,524288", "cpu": "128,256"}
 BATCHES = {"cuda": "32,1,8", "cpu": "1,2"}
 TREE = dict[str, Any]

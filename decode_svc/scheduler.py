@@ -370,11 +370,6 @@ class DecodeScheduler:
         """Requests that have a row in the plans."""
         return len(self._running)
 
-    @property
-    def n_plans_in_flight(self) -> int:
-        """Plans without an acknowledgement."""
-        return len(self._in_flight)
-
     def rank_tokens(self) -> list[int]:
         """Tokens in the caches of each context-parallel rank, as far as confirmed."""
         lengths = [r.base for held in (self._running, self._finishing) for r in held.values()]

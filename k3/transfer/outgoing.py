@@ -123,7 +123,7 @@ class Outgoing:
 
     def connect(self, command: plan_pb2.ConnectPeer, now: float) -> None:
         """Answered by PeerConnected, after outdated agents of the same instance are gone."""
-        outdated = self._peers.ask(command, now)
+        outdated = self._peers.ask(command)
         if outdated is not None:
             self._lose(outdated, "replaced by new agents of the same instance", now)
 

@@ -44,12 +44,6 @@ class Peer:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    command: plan_pb2.ConnectPeer
-    not_before: float
-
-
-@dataclass(slots=True)
 class Peers:
     """rank, spec, geometry and layout are this sender's own."""
 
@@ -58,13 +52,15 @@ class Peers:
     geometry: Sharding
     layout: CacheLayout
     known: dict[str, Peer] = field(default_factory=dict[str, Peer])
-    _waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
+    _waiting: dict[str, plan_pb2.ConnectPeer] = field(
+        default_factory=dict[str, plan_pb2.ConnectPeer]
+    )
     _removed_at: float = -RECONNECT_PAUSE_S
 
-    def ask(self, command: plan_pb2.ConnectPeer, now: float) -> Peer | None:
+    def ask(self, command: plan_pb2.ConnectPeer) -> Peer | None:
         """Queue a connection. Returns a peer that the new one replaces: its agents are outdated."""
         old = self.known.get(command.peer_id)
-        self._waiting[command.peer_id] = _Waiting(command, now)
+        self._waiting[command.peer_id] = command
         if old is None or old.is_lost or _same_agents(old, command):
             return None
         return old
@@ -77,11 +73,11 @@ class Peers:
     def connect_waiting(self, agent: TransferAgent, now: float) -> list[plan_pb2.TransferStatus]:
         """Make the connections whose turn has come; one answer for each."""
         answers: list[plan_pb2.TransferStatus] = []
-        for peer_id, waiting in list(self._waiting.items()):
+        for peer_id, command in list(self._waiting.items()):
             old = self.known.get(peer_id)
             if old is not None and old.is_lost:
                 continue
-            holder = self._holder(waiting.command) if old is None else None
+            holder = self._holder(command) if old is None else None
             if holder is not None and holder.is_lost:
                 continue
             error = ""
@@ -91,7 +87,7 @@ class Peers:
                 if now < self._removed_at + RECONNECT_PAUSE_S:
                     continue
                 try:
-                    self.known[peer_id] = self._connect(agent, waiting.command)
+                    self.known[peer_id] = self._connect(agent, command)
                 except (K3Error, ValueError) as failure:
                     error = str(failure)
             del self._waiting[peer_id]

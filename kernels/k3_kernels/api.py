@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from k3_kernels.cpu import library
-from k3_kernels.reference import attnres, conv, kda, message, mla, moe, norm, replay
+from k3_kernels.reference import attnres, kda, message, mla, moe, norm, replay
 from k3_kernels.reference.group import ChunkSpan, GroupCache, GroupRule, chunks
 from k3_kernels.reference.group import verify as verify_group
 from k3_kernels.reference.moe import ExpertWeights, Routing
@@ -229,7 +229,6 @@ class ReferenceAttention:
 class ReferenceKda:
     """Torch reference: tiles for chunks, token by token for verify."""
 
-    conv_verify = staticmethod(conv.verify)
     chunks = staticmethod(chunks)
     group = staticmethod(verify_group)
 

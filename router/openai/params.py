@@ -23,7 +23,6 @@ from router.text.stop import StopAutomaton
 
 MAX_SESSION_CHARS = 256
 TEXT_DEFAULT_MAX_TOKENS = 16
-MAX_STOPS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from starlette.types import Send
@@ -23,22 +23,6 @@ STREAM_HEADERS: Mapping[str, str] = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-
-
-class Outlet(Protocol):
-    """Where the answer of one request goes. `done` or `fail` is called once, at the end."""
-
-    async def update(self, update: Update) -> None:
-        """News of a choice."""
-        ...
-
-    async def done(self, headers: Mapping[str, str]) -> None:
-        """All choices have ended."""
-        ...
-
-    async def fail(self, error: ApiError) -> None:
-        """The request failed."""
-        ...
 
 
 async def send_json(

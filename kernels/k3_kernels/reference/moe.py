@@ -21,10 +21,6 @@ from k3_kernels.reference.mxfp4 import unpack
 from k3_kernels.reference.norm import situ
 from k3_kernels.reference.precision import constant
 
-GATHER_LIMIT = (
-    8  # up to so many (token, expert) pairs copying the weights beats a loop over experts
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Routing:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from k3_kernels.api import ReferenceKda
+from k3_kernels.reference import conv
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -69,10 +70,10 @@ def test_replay_leaves_the_committed_state_once_the_next_group_comes(case: str) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_convolution_equals_the_whole_history(case: str) -> None:
-    ops, start = ReferenceKda(), get(case, "start_window")
+    start = get(case, "start_window")
     windows = torch.stack([start.new_full(start.shape, NAN), start])
     tails = torch.full((2, *start.shape[:2], WIDEST - 1, start.shape[2]), NAN, dtype=torch.float64)
     for at, width, _accepted, read in groups(case):
         u = get(case, "u")[None, at : at + width]
-        y = ops.conv_verify(u, get(case, "conv_weight"), windows, tails, torch.tensor([SLOT]), read)
+        y = conv.verify(u, get(case, "conv_weight"), windows, tails, torch.tensor([SLOT]), read)
         assert_close(y[0], get(case, "y")[at : at + width], ATOL, f"y of tokens {at} ..")
