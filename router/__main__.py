@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -44,10 +43,10 @@ from router.openai.params import Settings
 from router.openai.serving import Serving
 from router.requests import RequestTable
 from router.text.folder import ModelFolder, load_model_folder
+from router.text.threads import TextThreads
 
 log = logging.getLogger("k3.router")
 EXIT_CONFIG, EXIT_MODEL, EXIT_PORT = 2, 3, 4
-N_TEXT_THREADS = 2
 KEEP_ALIVE_S = 75
 MAX_UNKNOWN_FIELDS = 64
 
@@ -117,8 +116,8 @@ class Router:
         self.drain = Drain()
         self._keys = Keys(read_keys(config.http.api_key_file))
         self._admin_keys = Keys(read_keys(config.http.admin_key_file))
-        self._threads = ThreadPoolExecutor(N_TEXT_THREADS, thread_name_prefix="text")
-        fleet = config.fleet
+        fleet, admission = config.fleet, config.admission
+        self._texts = TextThreads(admission.max_in_flight + admission.max_queue)
         tls = client_tls(fleet.tls_ca, fleet.tls_cert, fleet.tls_key)
         self._channels = ChannelPool(tls, fleet.connect_timeout_s)
         self.serving = self._serving()
@@ -153,7 +152,7 @@ class Router:
         finally:
             await serving.registry.stop()
             await channels.close()
-            self._threads.shutdown(wait=False)
+            self._texts.close()
 
     async def _drained(self, lifecycle: Lifecycle) -> None:
         """Wait until asked to leave, then leave."""
@@ -194,7 +193,7 @@ class Router:
                 UnknownFields(metrics),
                 refuse_unknown=config.http.strict_params,
             ),
-            threads=self._threads,
+            texts=self._texts,
             created=int(time.time()),
             version=own_version,
             config_hash=own_hash,

@@ -82,7 +82,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one `Generate` call carries. deadline: event loop clock, seconds."""
+    """What one `Generate` call carries. deadline: monotonic seconds."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -2,7 +2,7 @@
 
     new -> probing -> ready <-> suspect -> down,  and draining, incompatible
 
-Two good probes in a row (an answered `Describe`, a snapshot) make an instance ready. Time is an argument; `follow.py`
+Two good probes in a row (an answered `Describe`, a snapshot) make an instance ready. Time is an argument; `registry.py`
 feeds it. A new instance id at the same address is a new instance: everything remembered is dropped.
 """
 

@@ -69,7 +69,7 @@ class Counts(NamedTuple):
 
 
 class Generation:
-    """One job on its way. `started` and `deadline` are monotonic seconds."""
+    """One job on its way. `started` (its arrival) and `deadline` are monotonic seconds."""
 
     def __init__(
         self,
@@ -78,10 +78,11 @@ class Generation:
         dispatcher: Dispatcher,
         folder: ModelFolder,
         metrics: RouterMetrics,
+        started: float,
     ) -> None:
         self.job = job
         self.request = request
-        self.started = time.monotonic()
+        self.started = started
         self.deadline = self.started + job.timeout_s
         self._dispatcher = dispatcher
         self._folder = folder

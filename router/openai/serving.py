@@ -12,7 +12,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from k3.errors import DeadlineExceeded
+from k3.errors import DeadlineExceeded, QueueFull
 from k3.telemetry import tracing
 from k3.telemetry.metrics import RouterMetrics
 from router.admission import Admission
@@ -40,6 +39,7 @@ from router.openai.schemas import GenerationBody
 from router.openai.sse import JsonOutlet, SseOutlet
 from router.requests import OpenRequest, RequestTable
 from router.text.folder import ModelFolder
+from router.text.threads import TextThreads
 
 log = logging.getLogger("k3.router")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Serving:
     lifecycle: Lifecycle
     metrics: RouterMetrics
     reader: BodyReader
-    threads: ThreadPoolExecutor
+    texts: TextThreads
     created: int
     version: str
     config_hash: str
@@ -96,8 +96,12 @@ class Serving:
         return "fp_" + hashlib.sha256("\n".join((self.version, *parts)).encode()).hexdigest()[:10]
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run rendering and tokenizing beside the event loop; the pool is bounded."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        """Run rendering and tokenizing beside the event loop. Raises QueueFull."""
+        try:
+            return await self.texts.run(work)
+        except QueueFull:
+            self.metrics.rejected.labels("queue_full").inc()
+            raise
 
 
 B = TypeVar("B", bound=GenerationBody)
@@ -112,6 +116,7 @@ async def generate(
     """What every generating endpoint does: read the body, look who asks, make the job; the response runs it."""
     serving: Serving = request.app.state.serving
     body = await serving.reader.read(request, body_type)
+    arrived = time.monotonic()
     serving.check_model(body.model)
     serving.lifecycle.check_open()
     caller = Caller(
@@ -124,14 +129,15 @@ async def generate(
         ),
     )
     build = partial(make_job, body, serving.settings, serving.limits(), caller)
-    return GenerationResponse(serving, await serving.in_thread(build), path)
+    return GenerationResponse(serving, await serving.in_thread(build), path, arrived)
 
 
 class GenerationResponse(Response):
-    """Runs one job when it is sent."""
+    """Runs one job when it is sent. arrived: when its body was there, monotonic seconds."""
 
-    def __init__(self, serving: Serving, job: Job, path: str) -> None:
+    def __init__(self, serving: Serving, job: Job, path: str, arrived: float) -> None:
         super().__init__()
+        self._arrived = arrived
         self._serving = serving
         self._job = job
         self._path = path
@@ -145,7 +151,7 @@ class GenerationResponse(Response):
         with serving.requests.open(request_id, job.model, self._path, n_prompt_tokens) as request:
             serving.metrics.in_flight.inc()
             generation = Generation(
-                job, request, serving.dispatcher, serving.folder, serving.metrics
+                job, request, serving.dispatcher, serving.folder, serving.metrics, self._arrived
             )
             outlet = self._outlet(send, generation)
             try:

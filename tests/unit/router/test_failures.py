@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -14,7 +15,8 @@ from k3.errors import GroupFailed, QueueFull, RequestRejected, Unavailable
 from k3.v1 import decode_pb2
 from router.fleet.circuit import FAILURES_TO_OPEN
 from router.text.folder import ModelFolder
-from tests.unit.router.conftest import RunningRouter, running_router, until
+from router.text.threads import N_THREADS
+from tests.unit.router.conftest import DEADLINE_S, RunningRouter, running_router, until
 from tests.unit.router.fake_engine import CUT, HOLD, FakeEngine
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -219,6 +221,39 @@ async def test_a_deadline_is_a_gateway_timeout(router: RunningRouter, where: str
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert answer.headers["x-should-retry"] == "false"
     await router.decode.cancelled.wait()
+
+
+async def test_waiting_to_be_tokenized_counts_for_the_deadline(router: RunningRouter) -> None:
+    texts, free = router.router.serving.texts, threading.Event()
+    busy = [asyncio.create_task(texts.run(lambda: free.wait(DEADLINE_S))) for _ in range(N_THREADS)]
+    waiting = asyncio.create_task(router.client.post(TEXT, json={**BODY, "timeout_ms": 50}))
+    await until(lambda: texts.n_open > N_THREADS)
+    late = asyncio.get_running_loop().time() + 0.1
+    await until(lambda: asyncio.get_running_loop().time() > late)
+    free.set()
+    answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert await asyncio.gather(*busy) == [True] * N_THREADS
+
+
+async def test_no_more_prompts_wait_to_be_tokenized_than_may_be_served_and_wait(
+    folder: ModelFolder,
+) -> None:
+    admission = AdmissionConfig(max_in_flight=N_THREADS, max_queue=0)
+    async with running_router(folder, admission=admission) as router:
+        texts, free = router.router.serving.texts, threading.Event()
+        busy = [
+            asyncio.create_task(texts.run(lambda: free.wait(DEADLINE_S))) for _ in range(N_THREADS)
+        ]
+        await until(lambda: texts.n_open == N_THREADS)
+        answer = await router.client.post(TEXT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert answer.headers["retry-after"] == "1"
+        metrics = (await router.client.get("/metrics")).text
+        assert 'k3_router_rejected_total{reason="queue_full"} 1.0' in metrics
+        free.set()
+        await asyncio.gather(*busy)
+        assert (await router.client.post(TEXT, json=BODY)).status_code == 200
 
 
 async def test_a_deadline_in_mid_stream_is_an_error_event(router: RunningRouter) -> None:
