@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from k3.config.api_keys import read_keys
 from k3.errors import K3Error
 
 
@@ -52,8 +53,9 @@ def ask(
     *,
     max_tokens: int = 300,
     timeout_s: float = 120.0,
+    api_key: str = "",
 ) -> Answer:
-    """Stream one greedy answer. `on_text(piece, is_reasoning)` sees each piece as it comes.
+    """Stream one greedy answer. `on_text(piece, is_reasoning)` sees each piece as it comes. api_key: "" sends none.
 
     K3Error when the answer is an error, before or within the stream.
     """
@@ -69,6 +71,7 @@ def ask(
     try:
         started = time.monotonic()
         headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
@@ -129,6 +132,7 @@ def main() -> None:
     p.add_argument("--url", default="http://127.0.0.1:8000", help="the router")
     p.add_argument("--max-tokens", type=int, default=300)
     p.add_argument("--timeout-s", type=float, default=120.0, help="of one read")
+    p.add_argument("--api-key-file", default="", help="keys, one a line; the first one is sent")
     args = p.parse_args()
 
     def show(piece: str, is_reasoning: bool) -> None:
@@ -142,8 +146,9 @@ def main() -> None:
             show,
             max_tokens=args.max_tokens,
             timeout_s=args.timeout_s,
+            api_key=next(iter(read_keys(args.api_key_file)), ""),
         )
-    except (K3Error, OSError) as error:
+    except (K3Error, OSError, ValueError) as error:
         sys.stderr.write(f"{args.url}: {error}\n")
         sys.exit(1)
     sys.stdout.write("\n")

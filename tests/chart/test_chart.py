@@ -333,3 +333,26 @@ def test_a_secret_of_keys_is_mounted_where_the_router_reads_it(
 def test_without_a_secret_no_key_is_asked_for(render: Callable[..., Rendered]) -> None:
     chart = render(VALUES[0])
     assert "api_key_file" not in yaml.safe_load(chart.config("router"))["http"]
+
+
+def test_the_test_pod_reaches_a_router_with_keys_and_chosen_clients(
+    render: Callable[..., Rendered],
+) -> None:
+    chart = render(
+        VALUES[0],
+        "router.apiKeys.secretName=people",
+        "networkPolicy.clients[0].podSelector.matchLabels.app=shop",
+        "image.pullSecrets[0]=pull",
+    )
+    pod, router = chart.get("Pod", "test"), chart.pod("router")
+    (ask,) = pod["spec"]["containers"]
+    path = ask["args"][ask["args"].index("--api-key-file") + 1]
+    assert path == yaml.safe_load(chart.config("router"))["http"]["api_key_file"]
+    (mount,) = ask["volumeMounts"]
+    assert mount in chart.container("router")["volumeMounts"]
+    assert all(volume in router["volumes"] for volume in pod["spec"]["volumes"])
+    assert pod["spec"]["imagePullSecrets"] == router["imagePullSecrets"] == [{"name": "pull"}]
+    (rule,) = chart.get("NetworkPolicy", "router")["spec"]["ingress"]
+    peers = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
+    assert peers[0] == {"app": "shop"}
+    assert any(peer.items() <= pod["metadata"]["labels"].items() for peer in peers[1:])

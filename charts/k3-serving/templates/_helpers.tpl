@@ -27,6 +27,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) }}
 {{- end -}}
 
+{{- define "k3.pullSecrets" -}}
+{{- with .Values.image.pullSecrets -}}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
 {{- define "k3.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{ .Values.serviceAccount.name | default (include "k3.fullname" .) }}
@@ -58,11 +67,8 @@ serviceAccountName: {{ include "k3.serviceAccount" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "k3.gracePeriod" $values }}
-{{- with .root.Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
+{{- with include "k3.pullSecrets" .root }}
+{{ . }}
 {{- end }}
 securityContext:
   runAsNonRoot: true

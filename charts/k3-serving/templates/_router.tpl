@@ -1,3 +1,19 @@
+{{/* The accepted API keys: where they lie in a pod, and the volume that brings them. Only with a Secret's name. */}}
+{{- define "k3.keysFile" -}}
+/etc/k3-keys/api-keys
+{{- end -}}
+
+{{- define "k3.keysMount" -}}
+{name: api-keys, mountPath: /etc/k3-keys, readOnly: true}
+{{- end -}}
+
+{{- define "k3.keysVolume" -}}
+name: api-keys
+secret:
+  secretName: {{ .Values.router.apiKeys.secretName }}
+  items: [{key: {{ .Values.router.apiKeys.secretKey }}, path: api-keys}]
+{{- end -}}
+
 {{/* The router's own YAML. What the chart decides wins over `config`; values.schema.json refuses those keys there. */}}
 {{- define "k3.routerConfig" -}}
 {{- $values := .Values.router -}}
@@ -6,7 +22,7 @@
   "drain_delay_s" (int $values.drain.delaySeconds) "drain_timeout_s" (int $values.drain.timeoutSeconds)
 -}}
 {{- if $values.apiKeys.secretName }}
-{{- $_ := set $http "api_key_file" "/etc/k3-keys/api-keys" -}}
+{{- $_ := set $http "api_key_file" (include "k3.keysFile" .) -}}
 {{- end }}
 {{- $fleet := dict
   "prefills" (include "k3.addresses" (dict "root" . "component" "prefill") | fromYamlArray)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL
 from pathlib import Path
 
 import httpx
@@ -96,6 +99,22 @@ async def test_generation_needs_a_key_and_probes_do_not(folder: ModelFolder, key
             assert answer.status_code == 200, answer.text
         salts = [request.salt for request in router.decode.requests]
         assert salts[0] == salts[2] != salts[1]
+
+
+async def test_the_question_of_helm_test_brings_the_first_key_of_a_file(
+    folder: ModelFolder, key_file: str
+) -> None:
+    async def ask(*flags: str) -> int:
+        command = (sys.executable, "-m", "k3.ask", "--url", router.url, "--max-tokens", "2", *flags)
+        child = await asyncio.create_subprocess_exec(
+            *command, "hello", stdout=DEVNULL, stderr=DEVNULL
+        )
+        return await asyncio.wait_for(child.wait(), 10.0)
+
+    async with running_router(folder, http=HttpConfig(api_key_file=key_file)) as router:
+        router.decode.script = [[97]]
+        assert await ask() == 1
+        assert await ask("--api-key-file", key_file) == 0
 
 
 async def test_the_admin_port_has_keys_of_its_own(folder: ModelFolder, key_file: str) -> None:
