@@ -20,6 +20,7 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from k3_kernels.draws import Draw
 from torch import Tensor
 
 from k3.device import uploaded
@@ -230,11 +231,12 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a batch is drawn. edits: needed where `flavour.edits`."""
+    """How a batch is drawn. edits: needed where `flavour.edits`. by: draws instead of torch."""
 
     params: Params
     flavour: Flavour
     edits: Edits | None = None
+    by: Draw | None = None
 
     @classmethod
     def of(
@@ -244,11 +246,12 @@ class Recipe:
         *,
         device: torch.device | str = "cpu",
         vocab_size: int,
+        by: Draw | None = None,
     ) -> Recipe:
         """Of requests that are in no table. counts: needed where penalties are set."""
         flavour = Flavour.of(rows)
         if not flavour.edits:
-            return cls(Params.of(rows, device), flavour)
+            return cls(Params.of(rows, device), flavour, by=by)
         tables = EditTables(len(rows), vocab_size, torch.device(device))
         for b, row in enumerate(rows):
             seen = counts[b] if row.params.needs_counts and counts else None
@@ -257,7 +260,7 @@ class Recipe:
             tables.put(b, row.params, row.end_ids, row.banned_before, seen)
         everybody = torch.arange(len(rows), device=device)
         edits = tables.select(everybody, bias=flavour.bias, ban=flavour.ban, counts=flavour.counts)
-        return cls(Params.of(rows, device), flavour, edits)
+        return cls(Params.of(rows, device), flavour, edits, by)
 
     def scores(
         self,
@@ -266,11 +269,11 @@ class Recipe:
         drafts_BK: Tensor | None = None,
         allowed_BGV: Tensor | None = None,
     ) -> Tensor:
-        """What is drawn from: logits, at least float32, with this batch's edits; arguments as in `Edits.apply`."""
+        """What is drawn from: logits, with edits at least float32; arguments as in `Edits.apply`."""
+        if not self.flavour.edits:
+            return logits_BGV
         wide = logits_BGV.dtype in (torch.float32, torch.float64)
         scores = logits_BGV if wide else logits_BGV.float()
-        if not self.flavour.edits:
-            return scores
         assert self.edits is not None, "this batch edits its logits and got nothing to edit with"
         return self.edits.apply(
             scores.clone() if wide else scores, position_BG, drafts_BK, allowed_BGV
@@ -280,6 +283,10 @@ class Recipe:
         """One token [B, G] per row of scores, independent of all others. position_BG: of the token to draw."""
         if not self.flavour.sampled:
             return scores_BGV.argmax(-1)
+        if self.by is not None:
+            limited = self.flavour.top_k or self.flavour.top_p
+            params = self.params
+            return self.by(scores_BGV, params.reals, params.whole, position_BG, limited=limited)
         weights = self._filtered(scores_BGV)
         drawn = pick(weights, self.params.uniform(position_BG, Purpose.TARGET))
         if not self.flavour.greedy:
@@ -380,14 +387,15 @@ def sample(
     rows: Sequence[RowSampling],
     positions: Sequence[int],
     counts: Sequence[TokenCounts | None] = (),
+    by: Draw | None = None,
 ) -> list[TokenEvent]:
     """Draw one token per row of logits with its log probabilities where wanted: the whole of it for one step.
 
-    positions: of the tokens to draw. counts: per row, None where `params.needs_counts` is false.
+    positions: of the tokens to draw. counts: per row, None where `params.needs_counts` is false. by: as in `Recipe`.
     """
     if not rows:
         return []
-    recipe = Recipe.of(rows, counts, device=logits_TV.device, vocab_size=logits_TV.shape[1])
+    recipe = Recipe.of(rows, counts, device=logits_TV.device, vocab_size=logits_TV.shape[1], by=by)
     where = torch.tensor(list(positions), dtype=torch.int64, device=logits_TV.device)[:, None]
     drawn = recipe.draw(recipe.scores(logits_TV[:, None], where), where)[:, 0].tolist()
     events = [TokenEvent(i) for i in drawn]

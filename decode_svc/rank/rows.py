@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from k3_kernels.draws import Draw
 from torch import Tensor
 
 from decode_svc.rank.grammar import Grammar
@@ -211,13 +212,13 @@ class RowTable:
         masks = any(row in self._grammars for row in rows)
         return Flavour.of([self.sampling(row) for row in rows], masks=masks)
 
-    def recipe(self, rows_B: Tensor, flavour: Flavour) -> Recipe:
-        """How these rows are drawn, read from the tables."""
+    def recipe(self, rows_B: Tensor, flavour: Flavour, by: Draw | None = None) -> Recipe:
+        """How these rows are drawn, read from the tables. by: as in `Recipe`."""
         params = self.params.select(rows_B)
         if not flavour.edits:
-            return Recipe(params, flavour)
+            return Recipe(params, flavour, by=by)
         edits = self.edits.select(rows_B, bias=flavour.bias, ban=flavour.ban, counts=flavour.counts)
-        return Recipe(params, flavour, edits)
+        return Recipe(params, flavour, edits, by)
 
     def words(self, rows_B: Tensor) -> Tensor:
         """A copy of what `base_R` to `draft_slot_R` say about some rows, [7, B] in that order."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from k3_kernels import drafts
+from k3_kernels import drafts, draws
 from torch import Tensor
 
 from decode_svc.ledger import Ledger
@@ -79,6 +79,7 @@ class VerifyStep:
         self._head, self._shard = stage.head, stage.groups.shard
         slices = self._head.slices if self._shard.size > 1 else None
         self._greedy = drafts.greedy_judge(stage.ops.dense, slices)
+        self._draw = draws.draw(stage.ops.dense)
         self._drafting, self._runner, self._device = drafting, runner, device
         self.group = group
         most = runner.bucket(max_rows)
@@ -249,7 +250,7 @@ class VerifyStep:
         n_rows, group = logits_BGV.shape[:2]
         if self._shard.rank != 0:
             return batch.rows_B.new_empty(n_rows, group + 1)
-        recipe = self._table.recipe(batch.rows_B, flavour)
+        recipe = self._table.recipe(batch.rows_B, flavour, self._draw)
         position_BG = batch.next_T.view(n_rows, group)
         scores = self._scores(batch, recipe, logits_BGV)
         if self._rule is not None and flavour.sampled and group > 1:

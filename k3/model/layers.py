@@ -84,11 +84,12 @@ class Head:
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, vocab], wide dtype, equal on every rank of the shard group."""
-        return self.whole(self.projection(hidden_TD))
+        logits_TV = self.whole(self.projection(hidden_TD))
+        return logits_TV.to(wide(logits_TV.dtype))
 
     def whole(self, logits_TV: Tensor) -> Tensor:
-        """As `__call__`, from the logits of this rank's slice."""
-        return self.comm.all_gather(logits_TV, -1).to(wide(logits_TV.dtype))
+        """All logits in the model's dtype, from those of this rank's slice."""
+        return self.comm.all_gather(logits_TV, -1)
 
     def best(self, logits_TV: Tensor) -> Tensor:
         """Ids [T] of the first of the best tokens, equal on every rank, from the logits of this rank's slice."""

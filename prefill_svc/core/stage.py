@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from k3_kernels import draws
 from torch import Tensor
 
 from k3.cache.storage import Storage
@@ -226,6 +227,7 @@ class ChunkStage:
             [first.sampling for _, _, first in final],
             [chunk.end for _, chunk, _ in final],
             [self._counts(first, logits_NV.shape[1]) for _, _, first in final],
+            draws.draw(self.stage.ops.dense),
         )
         return {i: event for (i, _, _), event in zip(final, events, strict=True)}
 

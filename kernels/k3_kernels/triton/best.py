@@ -12,13 +12,24 @@ NOTHING = tl.constexpr(-(2**63) + 1)  # below every value
 
 
 @triton.jit
+def ordered(value):
+    """float32 values as int32 of the same order, both zeros equal, a NaN above all."""
+    value = tl.where(value == 0.0, 0.0, value)
+    bits = value.to(tl.int32, bitcast=True)
+    number = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(value != value, 0x7FFFFFFF, number)
+
+
+@triton.jit
+def value_of(number):
+    """The float32 value of a number of `ordered`."""
+    return tl.where(number < 0, number ^ 0x7FFFFFFF, number).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def ranked(value, index):
     """float32 values and int32 ids as int64: larger is better."""
-    value = tl.where(value == 0.0, 0.0, value)  # both zeros are equal
-    bits = value.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(value != value, 0x7FFFFFFF, key)
-    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """What surrounds the other kernels on GPUs: torch's matrix products, norms and activations in one launch each.
 
-A drafter's block, context rows and drafts, and the judgement of greedy groups, likewise in few (`k3_kernels.drafts`).
+A drafter's block, context rows and drafts, and the judgement of greedy groups, likewise in few (`k3_kernels.drafts`), and tokens drawn in one (`k3_kernels.draws`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from k3_kernels.drafts import (
     HeadLayer,
     RingBlock,
 )
+from k3_kernels.draws import Draw
 from k3_kernels.layers import DraftHead, DraftLayer
 from k3_kernels.triton import draft_heads, norm
 from k3_kernels.triton.draft_attend import TritonDraftBlock, fits
 from k3_kernels.triton.draft_rows import TritonDraftRows
 from k3_kernels.triton.draft_tokens import TritonDraftTokens
+from k3_kernels.triton.draw import draw
 from k3_kernels.triton.judge import judge
 from k3_kernels.triton.products import Product
 from k3_kernels.triton.tables import derive
@@ -72,6 +74,10 @@ class TritonDense:
     def greedy_judge(self) -> GreedyJudge:
         """In the model's dtype; no float64."""
         return judge
+
+    def draw(self) -> Draw:
+        """Of bfloat16, float16 and float32 scores."""
+        return draw
 
     def derive_tables(self) -> DeriveTables:
         """Any."""

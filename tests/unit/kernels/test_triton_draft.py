@@ -61,8 +61,24 @@ CHAIN = (431, 339, 101, 459, 329, 261, 137, 71, 440)
 EMITTED = [*pairwise(CHAIN), (5, 5)]  # by the model after the prompts below
 
 
-@pytest.mark.parametrize("flavour", ["mla", "gqa"])
-def test_a_speculating_engine_drafts_and_emits_the_same(tmp_path: Path, flavour: str) -> None:
+HOW = {
+    "greedy": [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, logit_bias={5: 9.0}),
+    ],
+    "drawn": [
+        SamplingParams(temperature=0.05, top_p=0.9, seed=7),
+        SamplingParams(temperature=0.05, top_k=9, seed=8, logit_bias={5: 9.0}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("flavour", "how"), [("mla", "greedy"), ("gqa", "greedy"), ("mla", "drawn")]
+)
+def test_a_speculating_engine_drafts_and_emits_the_same(
+    tmp_path: Path, flavour: str, how: str
+) -> None:
     """Followers as the model has them, so that drafts are accepted; biased logits: the judge reads edited ones."""
     spec = K3Spec.from_folder(NANO)
     folder = random_drafter(tmp_path, spec, flavour, 9, block=3, follows=EMITTED)
@@ -71,11 +87,10 @@ def test_a_speculating_engine_drafts_and_emits_the_same(tmp_path: Path, flavour:
         open_stage(NANO, SOLO, solo_groups(), ops, dtype="float32", device=CPU, taps=taps)
         for ops in (replace(OPS, dense=TargetByTorch()), OPS)
     )
-    how = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logit_bias={5: 9.0})]
     ours, reference = (
         LocalEngine(
             stage, 2, 40, drafter=folder, draft_tokens=3, window=8, dtype="float32"
-        ).generate([list(range(3, 12)), [9, 4]], 9, how)
+        ).generate([list(range(3, 12)), [9, 4]], 9, HOW[how])
         for stage in stages
     )
     assert [a.ids for a in ours] == [a.ids for a in reference]
