@@ -23,6 +23,7 @@ from k3.config.load import config_hash
 from k3.config.tree import EngineConfig
 from k3.errors import ConfigError, K3Error, ModelError, PortInUse
 from k3.rpc import server as rpc_server
+from k3.rpc.health import HealthServicer
 from k3.rpc.instance import Engine, InstanceServicer, Lifecycle, LoadBoard
 from k3.rpc.ops import OpsServer, Page
 from k3.telemetry import logs
@@ -113,7 +114,7 @@ class _Frame:
         self._pages = pages
         self._signals = _Signals()
         self._lifecycle = Lifecycle(engine, config, metrics)
-        self._health: Any = cast("Any", health).aio.HealthServicer()
+        self._health = HealthServicer()
         self._board = LoadBoard(engine.load_changed, self._lifecycle.watch, self._follow)
         self._instance = InstanceServicer(
             engine, self._lifecycle, self._board, config.serve.drain_timeout_s
@@ -239,14 +240,14 @@ class _Frame:
             names = (*self._names, INSTANCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
 
-    async def _follow(self, snapshot: instance_pb2.WatchResponse) -> None:
+    def _follow(self, snapshot: instance_pb2.WatchResponse) -> None:
         """Let health and log lines follow what the instance says of itself."""
         self._origin.instance = snapshot.instance_id
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", serving if self._lifecycle.is_alive() else not_serving)
+        self._health.set("", serving if self._lifecycle.is_alive() else not_serving)
         for name in self._names:
-            await self._health.set(name, not_serving if self._lifecycle.reasons() else serving)
+            self._health.set(name, not_serving if self._lifecycle.reasons() else serving)
 
 
 async def _wait(driver: asyncio.Task[None], hurry: asyncio.Event, seconds: float) -> None:

@@ -8,7 +8,7 @@ health, metrics and load snapshots all read it, so they cannot disagree. `LoadBo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc.aio
@@ -191,7 +191,7 @@ class LoadBoard:
         self,
         changed: asyncio.Event,
         take: Callable[[], instance_pb2.WatchResponse],
-        on_snapshot: Callable[[instance_pb2.WatchResponse], Awaitable[None]],
+        on_snapshot: Callable[[instance_pb2.WatchResponse], None],
     ) -> None:
         self._changed, self._take, self._on_snapshot = changed, take, on_snapshot
         self._version = 0
@@ -204,7 +204,7 @@ class LoadBoard:
         while not self.is_closed:
             self._changed.clear()
             snapshot = self._take()
-            await self._on_snapshot(snapshot)
+            self._on_snapshot(snapshot)
             self._publish(snapshot)
             await asyncio.sleep(MIN_INTERVAL_S)
             try:

@@ -1,19 +1,21 @@
 """The gRPC server of an engine: options, TLS, ports, and one interceptor around every call.
 
 The interceptor sets the request's scope (id, trace) for logs and further calls, refuses calls whose deadline has
-passed, and turns exceptions into statuses by the table of `status.py`. Health and reflection are added in `engine.py`.
+passed, bounds the wait for a caller that does not read (`unread.py`), and turns exceptions into statuses by the table
+of `status.py`. Health and reflection are added in `engine.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import inspect
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -22,6 +24,7 @@ from k3.config.tree import ServeConfig
 from k3.errors import ConfigError, DeadlineExceeded, K3Error, PortInUse
 from k3.rpc.client import MAX_MESSAGE_BYTES
 from k3.rpc.status import INTERNAL, status_of, to_grpc, trailing_metadata
+from k3.rpc.unread import CALL_S, BoundedContext
 from k3.telemetry import tracing
 
 log = logging.getLogger("k3.rpc")
@@ -46,9 +49,9 @@ def options(n_requests: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def make_server(n_requests: int) -> grpc.aio.Server:
-    """A server without ports and services."""
-    return grpc.aio.server(interceptors=[CallFrame()], options=options(n_requests))
+def make_server(n_requests: int, unread_s: float = CALL_S) -> grpc.aio.Server:
+    """A server without ports and services. unread_s: for a caller to read one message of a stream."""
+    return grpc.aio.server(interceptors=[CallFrame(unread_s)], options=options(n_requests))
 
 
 def bind(server: grpc.aio.Server, serve: ServeConfig) -> int:
@@ -137,7 +140,10 @@ class _Certificates:
 
 
 class CallFrame(grpc.aio.ServerInterceptor):
-    """What surrounds every call: scope, deadline, errors."""
+    """What surrounds every call: scope, deadline, readers that do not read, errors."""
+
+    def __init__(self, unread_s: float) -> None:
+        self._unread_s = unread_s
 
     async def intercept_service(
         self,
@@ -148,7 +154,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        frame = _Frame(str(handler_call_details.method))
+        frame = _Frame(str(handler_call_details.method), self._unread_s)
         match handler.request_streaming, handler.response_streaming:
             case False, False:
                 make, wrapped = (
@@ -176,8 +182,9 @@ class CallFrame(grpc.aio.ServerInterceptor):
 class _Frame:
     """The frame of one method."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, unread_s: float) -> None:
         self._method = method
+        self._unread_s = unread_s
 
     def unary(
         self, inner: Callable[[Any, Any], Awaitable[Any]]
@@ -192,7 +199,7 @@ class _Frame:
     def stream(self, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[None]]:
         """A handler with many answers: an async generator, or a coroutine that calls `context.write`."""
 
-        async def send(request: Any, context: Context) -> None:
+        async def send(request: Any, context: BoundedContext) -> None:
             answers = inner(request, context)
             if not inspect.isasyncgen(answers):
                 await answers
@@ -202,7 +209,8 @@ class _Frame:
                     await context.write(answer)
 
         async def handle(request: Any, context: Context) -> None:
-            await self._run(context, lambda: send(request, context))
+            bounded = BoundedContext(context, self._unread_s)
+            await self._run(context, lambda: send(request, bounded))
 
         return handle
 
@@ -221,15 +229,16 @@ class _Frame:
             except (K3Error, TimeoutError) as error:
                 level = logging.ERROR if status_of(error) is INTERNAL else logging.DEBUG
                 log.log(level, "call failed", extra={"method": self._method, "error": str(error)})
-                await _abort(context, error)
+                await self._abort(context, error)
             except (
                 Exception
             ) as error:  # outermost frame of a call: gRPC would send the text to the peer
                 log.exception("call failed with a bug", extra={"method": self._method})
-                await _abort(context, error)
+                await self._abort(context, error)
 
-
-async def _abort(context: Context, error: Exception) -> NoReturn:
-    status, details = to_grpc(error)
-    await context.abort(status, details, trailing_metadata(error))
-    raise AssertionError("abort returned")
+    async def _abort(self, context: Context, error: Exception) -> None:
+        """Say how the call ended. The status of a stream waits behind what was not read, and stays on its way."""
+        status, details = to_grpc(error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._unread_s):
+                await context.abort(status, details, trailing_metadata(error))

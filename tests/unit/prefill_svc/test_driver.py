@@ -120,16 +120,18 @@ class World:
         request.geometry.CopyFrom(self.deployment.geometry)
         await self.engine.life().connect(request)
 
-    def open(self, n_tokens: int = 3) -> Stream:
-        stream = Stream()
-        start = prefill_pb2.Start(
+    def start_of(self, n_tokens: int = 3) -> prefill_pb2.Start:
+        return prefill_pb2.Start(
             proto_version=1,
             instance_id="d1",
             token_ids=range(1, 1 + n_tokens),
             sampling=common_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
             layout_fingerprint=self.deployment.layout_fingerprint,
         )
-        _life, self.export = self.engine.open(start, stream)
+
+    def open(self, n_tokens: int = 3) -> Stream:
+        stream = Stream()
+        _life, self.export = self.engine.open(self.start_of(n_tokens), stream)
         return stream
 
     def point(self, transfer_id: int) -> None:

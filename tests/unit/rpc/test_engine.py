@@ -22,6 +22,7 @@ from k3.config.tree import EngineConfig, ServeConfig
 from k3.rpc import client, engine, status
 from k3.telemetry.metrics import PrefillMetrics
 from k3.v1 import instance_pb2, instance_pb2_grpc
+from tests.mute_client import mute_client
 
 SERVICE = "k3.v1.PrefillService"
 
@@ -118,7 +119,8 @@ class Running:
 
     async def until_ready(self) -> None:
         async def ready() -> bool:
-            return (await self.get("/ready")).status_code == 200
+            is_ready = (await self.get("/ready")).status_code == 200
+            return is_ready and await self.healthy(SERVICE)  # told a moment later
 
         await self.until(ready, "ready")
 
@@ -258,6 +260,22 @@ async def test_health_watch_tells_when_readiness_goes():
         served.engine.reasons = [("pool_full", "0 pages")]
         served.engine.load_changed.set()
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_watchers_that_read_nothing_hold_up_no_other():
+    async with running() as served, mute_client(served.address) as client:
+        await served.until_ready()
+        for path in ("/grpc.health.v1.Health/Watch", "/k3.v1.InstanceService/Watch"):
+            client.call(path, health_pb2.HealthCheckRequest())
+        watch = served.instance.Watch(instance_pb2.WatchRequest())
+        health = served.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+        served.engine.reasons = [("transfer_slow", "rank 0")]
+        served.engine.load_changed.set()
+        async with asyncio.timeout(20):
+            while (await watch.read()).load.ready:
+                pass
+            assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_a_stalled_engine_is_not_alive():

@@ -1,0 +1,111 @@
+"""Callers that live and read nothing: their handlers end within the bound, and nobody else is held up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from k3.config.tree import ServeConfig
+from k3.rpc import server as rpc_server
+from k3.rpc.status import from_rpc_error
+from k3.v1 import instance_pb2, instance_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.mute_client import mute_client
+
+UNREAD_S = 0.1
+NEVER_S = 3600.0
+CALLS = {"generator": "/k3.v1.InstanceService/Watch", "writer": "/k3.v1.PrefillService/Prefill"}
+NEWS = instance_pb2.WatchResponse(instance_id="x" * 50_000)
+
+
+class Endless(instance_pb2_grpc.InstanceServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+    """Talks without end, and counts who does."""
+
+    def __init__(self) -> None:
+        self.n_begun = self.n_running = 0
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.n_begun += 1
+        self.n_running += 1
+        try:
+            yield
+        finally:
+            self.n_running -= 1
+
+    async def Describe(self, request: Any, context: Any) -> instance_pb2.DescribeResponse:
+        return instance_pb2.DescribeResponse(instance_id="one")
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[instance_pb2.WatchResponse]:
+        with self._counted():
+            while True:
+                yield NEWS
+
+    async def Prefill(self, request: Any, context: Any) -> None:
+        with self._counted():
+            while True:
+                await context.write(prefill_pb2.PrefillResponse(ending=prefill_pb2.Ending()))
+
+
+@asynccontextmanager
+async def serving(unread_s: float) -> AsyncIterator[tuple[Endless, str, Any]]:
+    servicer, server = Endless(), rpc_server.make_server(8, unread_s)
+    instance_pb2_grpc.add_InstanceServiceServicer_to_server(servicer, server)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{rpc_server.bind(server, ServeConfig(port=0))}"
+    await server.start()
+    try:
+        async with asyncio.timeout(20), grpc.aio.insecure_channel(address) as channel:
+            yield servicer, address, instance_pb2_grpc.InstanceServiceStub(channel)
+    finally:
+        await server.stop(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # the server's block has a deadline
+        await asyncio.sleep(0.005)
+
+
+async def exhaust(call: Any) -> None:
+    while await call.read() == NEWS:
+        pass
+
+
+@pytest.mark.parametrize("path", CALLS.values(), ids=CALLS)
+async def test_the_handlers_of_a_client_that_reads_nothing_end(path: str) -> None:
+    async with serving(UNREAD_S) as (servicer, address, stub), mute_client(address) as client:
+        for _ in range(3):
+            client.call(path, instance_pb2.WatchRequest())
+        await until(lambda: servicer.n_begun == 3)
+        answer = await stub.Describe(instance_pb2.DescribeRequest())
+        await until(lambda: servicer.n_running == 0)
+        assert answer.instance_id == "one"
+
+
+async def test_whoever_reads_after_all_gets_the_rest_and_the_reason() -> None:
+    async with serving(UNREAD_S) as (servicer, _address, stub):
+        call = stub.Watch(instance_pb2.WatchRequest())
+        assert await call.read() == NEWS
+        await until(lambda: servicer.n_running == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await exhaust(call)
+    error = from_rpc_error(caught.value)
+    assert (error.code, str(error)) == (
+        "not_read",
+        "no message of the call was read for 0.1 s; read faster",
+    )
+
+
+async def test_a_deadline_under_a_write_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(NEVER_S) as (servicer, _address, stub):
+        call = stub.Watch(instance_pb2.WatchRequest(), timeout=0.5)
+        assert await call.read() == NEWS
+        await until(lambda: servicer.n_begun == 1 and servicer.n_running == 0)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
