@@ -19,26 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from k3_kernels.api import Backends, select
 
 from decode_svc import wire
 from decode_svc.deployment import Deployment
 from decode_svc.rank.graphs import GraphRunner
 from decode_svc.rank.loop import DecodeRank, Launched
 from decode_svc.request import DecodeRequest, RequestSpec
-from k3.cache.layout import build_layout
-from k3.cache.storage import Storage
 from k3.config import load, speculation
+from k3.config.caches import layout_of
 from k3.config.tree import EngineConfig
 from k3.device import open_device
 from k3.errors import ConfigError
 from k3.model.batch import ChunkBatch
 from k3.model.draft_ring import DraftRing
-from k3.model.dspark import open_drafter
-from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel.collectives import solo_groups
 from k3.parallel.mesh import SOLO
+from k3.rank import loading
 from k3.rank.context import PlanEnd, RankContext, StepEvent
 from k3.sampling import RowSampling, sample
 from k3.types import RequestId, SamplingParams, StopParams, TokenEvent
@@ -85,52 +82,17 @@ class Alone:
         self.config = config
         self.scheduler = Deployment.of(config, "alone").scheduler()
         self.totals = Totals()
-        spec, draft = K3Spec.from_folder(Path(config.model.path)), speculation.drafter(config)
-        device = open_device(config.model.device, config.backends.threads)
+        spec = K3Spec.from_folder(Path(config.model.path))
+        device, groups = open_device(config.model.device, config.backends.threads), solo_groups()
         self._device = device.torch_device
-        kernels = config.backends
-        self._stage = open_stage(
-            Path(config.model.path),
-            SOLO,
-            solo_groups(),
-            select(Backends(kernels.attention, kernels.kda, kernels.moe), self._device),
-            dtype=config.model.dtype,
-            device=self._device,
-            moe_weights=config.backends.moe_weights,
-            taps=draft.taps if draft is not None else (),
-            tap_stream=draft.tap_stream if draft is not None else "prefix",
-            shared_embedding=draft is not None,
-        )
-        layout = build_layout(
-            spec,
-            SOLO.mesh,
-            0,
-            page_tokens=config.cache.page_tokens,
-            dtype=config.model.dtype,
-            columns=speculation.snapshots(config),
-            records=speculation.records(config),
-            draft=draft,
-            draft_places=speculation.places(config, spec),
-        )
-        self._storage = Storage(layout, config.cache.pages, config.cache.state_slots, self._device)
-        self._drafter = self._ring = None
-        if draft is not None:
-            embed, head = self._stage.embed, self._stage.head
-            assert embed is not None, "a single stage has the embedding"
-            assert head is not None, "a single stage has the head"
+        ops = loading.kernels(config, device)
+        self._stage = loading.load_stage(config, SOLO, groups, ops, device)
+        layout, cache = layout_of(config, spec, 0), config.cache
+        self._storage = loading.allocate(config, layout, cache.pages, cache.state_slots, device)
+        self._drafter = loading.load_drafter(config, self._stage)
+        self._ring = None
+        if self._drafter is not None:
             assert self._storage.draft is not None, "a layout with draft places has their pool"
-            self._drafter = open_drafter(
-                Path(config.spec.drafter),
-                SOLO.shard,
-                solo_groups().shard,
-                draft_tokens=config.spec.draft_tokens,
-                embed=embed,
-                head=head,
-                dtype=config.model.dtype,
-                device=self._device,
-                ops=self._stage.ops.dense,
-                confidence=speculation.is_by_confidence(config),
-            )
             places = speculation.places(config, spec)
             self._ring = DraftRing(self._storage.draft, places, config.spec.draft_window)
         self._rank = DecodeRank(
@@ -140,7 +102,7 @@ class Alone:
                 rank=0,
                 spec=spec,
                 mesh=SOLO.mesh,
-                groups=solo_groups(),
+                groups=groups,
                 device=device,
                 stage=self._stage,
                 layout=layout,

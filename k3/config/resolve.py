@@ -14,9 +14,8 @@ from pathlib import Path
 from k3_kernels.cpu import library
 
 import k3
-from k3.cache.layout import build_layout
 from k3.config import speculation
-from k3.config.stages import mesh_of
+from k3.config.caches import layout_of
 from k3.config.tree import BackendsConfig, EngineConfig, ModelConfig, RouterConfig
 from k3.model.spec import K3Spec
 
@@ -157,20 +156,8 @@ def resolve_sizes(config: EngineConfig, spec: K3Spec) -> EngineConfig:
 
 def pages_in_memory(config: EngineConfig, spec: K3Spec) -> int:
     """Pages that fit into `memory_bytes` beside the state slots, on the tightest stage; 0 or less if none."""
-    mesh = mesh_of(config)
-    cache = config.cache
+    cache, rings = config.cache, speculation.rings(config)
     return min(
-        build_layout(
-            spec,
-            mesh,
-            stage,
-            page_tokens=cache.page_tokens,
-            dtype=config.model.dtype,
-            columns=speculation.snapshots(config),
-            records=speculation.records(config),
-            draft=speculation.drafter(config),
-            draft_places=speculation.places(config, spec),
-            keeps_context=speculation.keeps_context(config),
-        ).pages_for(cache.memory_bytes, cache.state_slots, speculation.rings(config))
-        for stage in range(mesh.pp)
+        layout_of(config, spec, stage).pages_for(cache.memory_bytes, cache.state_slots, rings)
+        for stage in range(config.parallel.pp)
     )

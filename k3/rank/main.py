@@ -21,21 +21,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from k3_kernels.api import Backends, select
 
-from k3.cache.layout import CacheLayout, Unit, build_layout
+from k3.cache.layout import CacheLayout, Unit
 from k3.cache.storage import Storage
 from k3.config import load, speculation
+from k3.config.caches import layout_of
 from k3.config.stages import mesh_of
 from k3.config.tree import EngineConfig
 from k3.device import Device, open_device
-from k3.model.dspark import DraftContext, Drafter, open_context, open_drafter
-from k3.model.k3 import Stage
-from k3.model.registry import open_stage
 from k3.model.spec import K3Spec
 from k3.parallel import collectives
-from k3.parallel.mesh import Mesh
+from k3.parallel.mesh import Mesh, Place
 from k3.parallel.shared_memory import share
+from k3.rank import loading
 from k3.rank.channel import Address, BlockingChannel, parse_address
 from k3.rank.context import PlanEnd, RankContext
 from k3.rank.mover import Mover, MoverCore
@@ -122,63 +120,17 @@ def _serve(
     config = load.engine_from_json(setup.config_json)
     logging.getLogger().setLevel(config.telemetry.log_level.upper())
     progress = _Progress(plans)
-    draft = speculation.drafter(config)
-    spec = K3Spec.from_folder(Path(config.model.path))
-    mesh = mesh_of(config)
+    spec, mesh = K3Spec.from_folder(Path(config.model.path)), mesh_of(config)
     place = mesh.place(rank)
     kind = config.model.device
     device = open_device(kind if kind == "cpu" else f"{kind}:{rank}", config.backends.threads)
-    host, _colon, port = setup.rendezvous.rpartition(":")
-    kernels = config.backends
-    groups = collectives.join(
-        place,
-        host,
-        int(port or 0),
-        device.collective_backend,
-        JOIN_S,
-        wrap=partial(share, deadline_s=JOIN_S, n_neighbors=mesh.size)
-        if kernels.collectives == "shared"
-        else collectives.as_is,
-        listener=arguments.rendezvous_fd,
-    )
-    ops = select(Backends(kernels.attention, kernels.kda, kernels.moe), device.torch_device)
+    groups = _join(config, place, device, setup.rendezvous, arguments.rendezvous_fd)
+    ops = loading.kernels(config, device)
     chosen = asdict(ops.chosen) | {"collectives": type(groups.shard).__name__}
     log.info("kernels chosen: %s", " ".join(f"{part}={name}" for part, name in chosen.items()))
-    stage = open_stage(
-        Path(config.model.path),
-        place,
-        groups,
-        ops,
-        dtype=config.model.dtype,
-        device=device.torch_device,
-        moe_weights=config.backends.moe_weights,
-        exchange=config.parallel.exchange,
-        progress=lambda done, total: progress.report("load", done, total),
-        taps=draft.taps if draft is not None else (),
-        tap_stream=draft.tap_stream if draft is not None else "prefix",
-        shared_embedding=draft is not None and service == "decode",
-    )
-    columns, draft_places = speculation.snapshots(config), speculation.places(config, spec)
-    layout = build_layout(
-        spec,
-        mesh,
-        place.stage,
-        page_tokens=config.cache.page_tokens,
-        dtype=config.model.dtype,
-        columns=columns,
-        records=speculation.records(config),
-        draft=draft,
-        draft_places=draft_places,
-        keeps_context=speculation.keeps_context(config),
-    )
-    storage = Storage(
-        layout,
-        setup.n_pages,
-        setup.n_slots,
-        device.torch_device,
-        n_rings=speculation.rings(config),
-        fill_nan=config.cache.fill_nan,
-    )
+    stage = loading.load_stage(config, place, groups, ops, device, partial(progress.report, "load"))
+    layout = layout_of(config, spec, place.stage)
+    storage = loading.allocate(config, layout, setup.n_pages, setup.n_slots, device)
     progress.report("allocate", 1, 1)
     geometry, regions = _geometry(mesh, spec, setup, config), _regions(layout, storage)
     mover = Mover(
@@ -203,12 +155,31 @@ def _serve(
             storage=storage,
             plans=plans,
             mover=mover,
-            draft_context=_draft_context(config, stage) if service == "prefill" else None,
-            drafter=_drafter(config, stage) if service == "decode" else None,
+            draft_context=loading.load_context(config, stage) if service == "prefill" else None,
+            drafter=loading.load_drafter(config, stage) if service == "decode" else None,
         )
     )
     mover.stop(STOP_S)
     collectives.leave()
+
+
+def _join(
+    config: EngineConfig, place: Place, device: Device, rendezvous: str, listener: int | None
+) -> collectives.Groups:
+    """Meet the other ranks of the group. listener: the socket that rank 0 was given."""
+    host, _colon, port = rendezvous.rpartition(":")
+    is_shared = config.backends.collectives == "shared"
+    return collectives.join(
+        place,
+        host,
+        int(port or 0),
+        device.collective_backend,
+        JOIN_S,
+        wrap=partial(share, deadline_s=JOIN_S, n_neighbors=place.mesh.size)
+        if is_shared
+        else collectives.as_is,
+        listener=listener,
+    )
 
 
 class _Progress:
@@ -239,39 +210,6 @@ def _geometry(mesh: Mesh, spec: K3Spec, setup: plan_pb2.Setup, config: EngineCon
         speculation.snapshots(config),
         speculation.places(config, spec),
         config.spec.draft_window,
-    )
-
-
-def _draft_context(config: EngineConfig, stage: Stage) -> DraftContext | None:
-    """What prefill's last stage needs of a drafter."""
-    if not speculation.has_drafter(config) or not stage.place.is_last:
-        return None
-    return open_context(
-        Path(config.spec.drafter),
-        stage.place.shard,
-        dtype=config.model.dtype,
-        device=stage.device,
-        ops=stage.ops.dense,
-    )
-
-
-def _drafter(config: EngineConfig, stage: Stage) -> Drafter | None:
-    """The whole drafter on the last stage, with the target's embedding and head; elsewhere None."""
-    if not speculation.has_drafter(config) or not stage.place.is_last:
-        return None
-    assert stage.embed is not None, "the last stage was opened without shared_embedding"
-    assert stage.head is not None, "the last stage has no head"
-    return open_drafter(
-        Path(config.spec.drafter),
-        stage.place.shard,
-        stage.groups.shard,
-        draft_tokens=config.spec.draft_tokens,
-        embed=stage.embed,
-        head=stage.head,
-        dtype=config.model.dtype,
-        device=stage.device,
-        ops=stage.ops.dense,
-        confidence=speculation.is_by_confidence(config),
     )
 
 
