@@ -2,8 +2,7 @@
 
 The parser takes heads of any length at any pace. Here a head may have MAX_HEAD_BYTES and HEAD_S seconds, and what is
 not HTTP is answered with an error object like every other fault. Bodies are bounded where they are read
-(`router/openai/body.py`). An answer that fills the write buffer may wait READ_S for its client, who is gone then: no
-deadline of a request could end a write that waits.
+(`router/openai/body.py`), a client that reads nothing in `k3/rpc/unread.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from k3.rpc.unread import BoundedConnection
 from router.openai.errors import ApiError
 
 if TYPE_CHECKING:
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_S = 30.0
-READ_S = 60.0
 
 
-class Connection(HttpToolsProtocol):
+class Connection(BoundedConnection, HttpToolsProtocol):
     """`_in_head`: the next bytes belong to the head of a request."""
 
     parser: httptools.HttpRequestParser | None
@@ -36,7 +35,6 @@ class Connection(HttpToolsProtocol):
         self._n_heads = 0
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is awaited from now on."""
@@ -46,18 +44,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._stop_timer()
-        self._stop_read_timer()
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The client has not read what was written; asyncio calls this once until `resume_writing`."""
-        super().pause_writing()
-        self._read_timer = self.loop.call_later(READ_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """It reads on."""
-        self._stop_read_timer()
-        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then judge an unfinished head: at most one read of 256 KiB is taken beyond the limit."""
@@ -104,11 +91,6 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _stop_read_timer(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer and close, unless an answer is being written: then only close."""

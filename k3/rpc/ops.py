@@ -16,7 +16,9 @@ from urllib.parse import parse_qsl
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from k3.rpc.unread import BoundedConnection
 from k3.telemetry.declare import encode
 
 Scope = MutableMapping[str, Any]
@@ -118,6 +120,9 @@ def _encoded(answer: Answer) -> tuple[int, str, bytes]:
     return answer.status, JSON_TYPE, json.dumps(answer.body).encode()
 
 
+class _Connection(BoundedConnection, H11Protocol): ...
+
+
 class OpsServer(uvicorn.Server):
     """uvicorn in a loop and a process that belong to somebody else: it installs no signal handlers."""
 
@@ -130,7 +135,7 @@ class OpsServer(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=1,
                 ws="none",
-                http="h11",
+                http=_Connection,
                 server_header=False,
             )
         )

@@ -1,7 +1,8 @@
-"""Callers that stay alive and read nothing: whoever sends to one waits so long, and then lets go.
+"""Peers that stay alive and read nothing: whoever sends to one waits so long, and then lets go.
 
-Such a caller answers keepalives, so gRPC never gives it up, and flow control would hold its handler for ever. The bound
-is longer than the router's for its own clients: a router held up by one must be rid of it first.
+Such a peer answers keepalives, so neither the kernel nor gRPC gives it up, and flow control would hold its writer for
+ever. `BoundedContext` ends the handler of a gRPC call, `BoundedConnection` cuts an HTTP connection. Calls are given
+longer: a router held up by its own client must be rid of that client first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import grpc.aio
 from k3.errors import RequestAborted
 
 CALL_S = 120.0  # for one message of a call
+HTTP_S = 60.0  # for MIN_BYTES of what waits on a connection
+MIN_BYTES = 16 << 10
 CANCEL_S = 1.0  # for the cancellation of a call that ended under a write
 
 
@@ -38,3 +41,49 @@ class BoundedContext:
         except grpc.aio.InternalError:
             await asyncio.sleep(CANCEL_S)  # the write heard of the end before our task did
             raise
+
+
+class BoundedConnection(asyncio.Protocol):
+    """Comes before a protocol of uvicorn: aborts the transport when the peer takes too little of what waits for it.
+
+    A slow peer is served on; a connection that is closing behind its last bytes is bounded as well.
+    """
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    _unread_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Writing pauses with the first byte that has to wait."""
+        super().connection_made(transport)
+        self.transport.set_write_buffer_limits(high=0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing waits any more."""
+        self._stop_unread_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Something waits; asyncio calls this once until `resume_writing`."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """The peer has taken all."""
+        self._stop_unread_timer()
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        n_waiting = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(HTTP_S, self._judge, n_waiting)
+
+    def _judge(self, n_waiting: int) -> None:
+        if n_waiting - self.transport.get_write_buffer_size() < MIN_BYTES:
+            self.transport.abort()
+        else:
+            self._watch()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

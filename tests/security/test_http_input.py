@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from k3.rpc import unread
 from router import connection
 from router.openai import body
 from tests.unit.router.conftest import RunningRouter, until
@@ -91,7 +92,7 @@ async def test_a_client_that_reads_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More is written than socket buffers take, and the deadline of the request is minutes away."""
-    monkeypatch.setattr(connection, "READ_S", 0.05)
+    monkeypatch.setattr(unread, "HTTP_S", 0.05)
     module_router.decode.script = [[97] * 200] * 20_000
     text = json.dumps({"prompt": "x", "stream": True, "logprobs": 0})
     head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"

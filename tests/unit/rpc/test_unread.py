@@ -14,6 +14,7 @@ import pytest
 
 from k3.config.tree import ServeConfig
 from k3.rpc import server as rpc_server
+from k3.rpc import unread
 from k3.rpc.status import from_rpc_error
 from k3.v1 import instance_pb2, instance_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.mute_client import mute_client
@@ -109,3 +110,70 @@ async def test_a_deadline_under_a_write_is_no_bug(caplog: pytest.LogCaptureFixtu
         await until(lambda: servicer.n_begun == 1 and servicer.n_running == 0)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+class Transport(asyncio.Transport):
+    """Holds what the peer has not taken."""
+
+    n_waiting = 0
+    is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert (high, low) == (0, None)
+
+    def get_write_buffer_size(self) -> int:
+        return self.n_waiting
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Http(asyncio.Protocol):
+    """In the place of uvicorn's."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+
+class Connection(unread.BoundedConnection, Http):
+    """Its own loop, which says when it is to be called."""
+
+    def __init__(self) -> None:
+        self.loop: Any = self
+        self.timer: Any = None
+        self.connection_made(Transport())
+
+    def call_later(self, delay_s: float, callback: Callable[[int], None], n: int) -> Any:
+        assert delay_s == unread.HTTP_S
+        self.timer = lambda: callback(n)
+        return self
+
+    def cancel(self) -> None:
+        self.timer = None
+
+
+def waiting(n_bytes: int) -> tuple[Connection, Transport]:
+    connection = Connection()
+    transport = connection.transport
+    assert isinstance(transport, Transport)
+    transport.n_waiting = n_bytes
+    connection.pause_writing()
+    return connection, transport
+
+
+def test_a_connection_that_takes_little_is_served_on_and_one_that_takes_less_is_cut() -> None:
+    connection, transport = waiting(10 * unread.MIN_BYTES)
+    for _ in range(3):
+        transport.n_waiting -= unread.MIN_BYTES
+        connection.timer()
+        assert not transport.is_aborted
+    transport.n_waiting -= unread.MIN_BYTES - 1
+    connection.timer()
+    assert transport.is_aborted
+
+
+@pytest.mark.parametrize("end", ["resume_writing", "connection_lost"])
+def test_nothing_is_judged_once_nothing_waits(end: str) -> None:
+    connection, _transport = waiting(1)
+    connection.resume_writing() if end == "resume_writing" else connection.connection_lost(None)
+    assert connection.timer is None
