@@ -1,7 +1,7 @@
 """Projections, norms and activations on CPUs; rules of `k3_kernels.reference.norm`.
 
 A projection keeps its weight packed (`src/gemm.h`), and where torch's product of many tokens is the faster one (without
-AVX-512, or with threads, which the library does not use) also as it came. Packed float32 weights that are exact in bfloat16, as those of released checkpoints are,
+AVX2, or with threads, which the library does not use) also as it came. Packed float32 weights that are exact in bfloat16, as those of released checkpoints are,
 take half the bytes: a step's time is that of reading the weights. A packed product of a token is the same in any company.
 """
 
@@ -23,7 +23,7 @@ FEW_TOKENS, ALWAYS = 64, 1 << 62
 
 def most_tokens() -> int:
     """Up to so many the packed product is the faster one, with the threads this process has now."""
-    is_fastest = library.variant() == "x86-64-v4" and torch.get_num_threads() == 1
+    is_fastest = library.variant() != "portable" and torch.get_num_threads() == 1
     return ALWAYS if is_fastest else FEW_TOKENS
 
 

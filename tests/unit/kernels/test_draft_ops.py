@@ -140,7 +140,7 @@ def test_blocks_over_a_ring_equal_blocks_over_what_was_read(
 
 @is_native
 def test_as_many_blocks_over_rings_as_packed_products_are_worth(folder: Path) -> None:
-    """Any number with AVX-512 and one thread; the ways are those of the other layers (`dense.most_tokens`)."""
+    """Any number with one thread; the ways are those of the other layers (`dense.most_tokens`)."""
     ours, _ = worlds(NativeDraft, folder, torch.float32)
     most = most_tokens()
     assert ours.drafter.reads_rings(most // BLOCK)

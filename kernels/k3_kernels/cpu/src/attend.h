@@ -40,8 +40,7 @@ static inline void meet(const T* q, const T* const* keys, i64 n_keys, i64 width,
     store(p + j, dots(q, keys + j, width) * scale);
     for (i64 i = 0; i < L; ++i)
       if (j + i >= n_keys) p[j + i] = nothing;
-    Vec<T> s = load(p + j);
-    for (i64 i = 0; i < L; ++i) peak = s[i] > peak || s[i] != s[i] ? s[i] : peak;
+    for (i64 i = j; i < j + L; ++i) peak = p[i] > peak || p[i] != p[i] ? p[i] : peak;
   }
   if (peak != now.peak) {
     const T shrink = std::exp(now.peak - peak);

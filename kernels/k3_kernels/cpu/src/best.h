@@ -9,7 +9,7 @@ template <typename T> static inline i64 best(const T* x, i64 n) {
   i64 i = 0;
   for (; i + L <= n; i += L) {
     const Vec<T> v = load(x + i);
-    peaks = v > peaks ? v : peaks;
+    peaks = largest_of(v, peaks);
     nans += v - v;
   }
   T peak = largest<T>(peaks), odd = sum<T>(nans);

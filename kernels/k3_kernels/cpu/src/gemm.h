@@ -18,49 +18,33 @@ template <typename T> struct Matrix {  // blocks.Matrix
   i64 bytes() const { return panels() * panel_bytes(); }
 };
 
-// Tokens that meet a panel at once: many, so that a weight is unpacked once for all of them (0: never), or fewer and two
-// panels. As many sums as there are registers for.
+// Tokens that meet a panel at once: many, so that a weight is unpacked once for all of them (0: never), or fewer and as many
+// panels. As many sums as there are registers for beside a weight, or two narrow ones.
 #ifdef __AVX512F__
-constexpr int MANY_TOKENS = 8, TOKENS_AT_ONCE = 4, PANELS_AT_ONCE = 2;
+constexpr int MANY_TOKENS = 8, PANELS_AT_ONCE = 2;
+template <bool NARROW> constexpr int TOKENS_AT_ONCE = 4;
 #else
-constexpr int MANY_TOKENS = 0, TOKENS_AT_ONCE = 2, PANELS_AT_ONCE = 1;
+constexpr int MANY_TOKENS = 0, PANELS_AT_ONCE = 1;
+template <bool NARROW> constexpr int TOKENS_AT_ONCE = NARROW ? 2 : 3;
 #endif
 
 // Bytes ahead that are asked for while one token meets its weights: reading them is all there is to do.
 constexpr i64 AHEAD = 2048;
 
-// A vector in pieces of a register: compilers keep what is larger in memory.
-#if defined(__AVX512F__)
-constexpr i64 REGISTER = 64;
-#elif defined(__AVX__)
-constexpr i64 REGISTER = 32;
-#else
-constexpr i64 REGISTER = 16;
-#endif
-constexpr int PIECES = 64 / REGISTER;
-template <typename T> struct Register {
-  typedef T V __attribute__((vector_size(REGISTER)));
-};
-template <typename T> using Piece = typename Register<T>::V;
-
-// A piece of the weights of inputs 2 j and 2 j + 1.
-template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j, int piece, Piece<T>& even, Piece<T>& odd) {
-  w += piece * REGISTER;
+// The weights of inputs 2 j and 2 j + 1.
+template <typename T, bool NARROW> K3_INLINE void load_pair(const char* w, i64 j, Vec<T>& even, Vec<T>& odd) {
   if constexpr (NARROW) {
-    Piece<std::int32_t> both;
-    std::memcpy(&both, w + 64 * j, REGISTER);
-    const Piece<std::int32_t> low = both << 16, high = both & ~0xFFFF;
-    std::memcpy(&even, &low, REGISTER);
-    std::memcpy(&odd, &high, REGISTER);
+    const auto both = load(reinterpret_cast<const std::int32_t*>(w + 64 * j));
+    even = bits<Vec<T>>(both << 16), odd = bits<Vec<T>>(both & ~0xFFFF);
   } else {
-    std::memcpy(&even, w + 128 * j, REGISTER);
-    std::memcpy(&odd, w + 128 * j + 64, REGISTER);
+    const T* pair = reinterpret_cast<const T*>(w + 128 * j);
+    even = load(pair), odd = load(pair + Lanes<T>::n);
   }
 }
 
 template <typename T, bool NARROW, int M, int P>
 static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes, i64 inputs, bool ahead, Vec<T> (&sum)[M][P]) {
-  Piece<T> even[M][P][PIECES] = {}, odd[M][P][PIECES] = {};
+  Vec<T> even[M][P] = {}, odd[M][P] = {};
   const i64 pairs = inputs / 2;
   for (i64 j = 0; j < pairs; ++j)
     for (int p = 0; p < P; ++p) {
@@ -70,32 +54,22 @@ static inline void tile(const T* x, i64 x_stride, const char* w, i64 panel_bytes
         __builtin_prefetch(next);
         if (!NARROW) __builtin_prefetch(next + 64);
       }
-      for (int i = 0; i < PIECES; ++i) {
-        Piece<T> a, b;
-        load_pair<T, NARROW>(w + p * panel_bytes, j, i, a, b);
-        for (int m = 0; m < M; ++m) {
-          even[m][p][i] += a * x[m * x_stride + 2 * j];
-          odd[m][p][i] += b * x[m * x_stride + 2 * j + 1];
-        }
-      }
-    }
-  for (int p = 0; p < P; ++p)
-    for (int i = 0; i < PIECES; ++i) {
-      if (inputs % 2) {
-        Piece<T> a;
-        if constexpr (NARROW) {
-          Piece<T> unused;
-          load_pair<T, NARROW>(w + p * panel_bytes, pairs, i, a, unused);
-        } else {
-          std::memcpy(&a, w + p * panel_bytes + 128 * pairs + i * REGISTER, REGISTER);
-        }
-        for (int m = 0; m < M; ++m) even[m][p][i] += a * x[m * x_stride + inputs - 1];
-      }
+      Vec<T> a, b;
+      load_pair<T, NARROW>(w + p * panel_bytes, j, a, b);
       for (int m = 0; m < M; ++m) {
-        const Piece<T> both = even[m][p][i] + odd[m][p][i];
-        std::memcpy(reinterpret_cast<char*>(&sum[m][p]) + i * REGISTER, &both, REGISTER);
+        even[m][p] += a * x[m * x_stride + 2 * j];
+        odd[m][p] += b * x[m * x_stride + 2 * j + 1];
       }
     }
+  for (int p = 0; p < P; ++p) {
+    if (inputs % 2) {
+      Vec<T> a, unused;
+      if constexpr (NARROW) load_pair<T, NARROW>(w + p * panel_bytes, pairs, a, unused);
+      else a = load(reinterpret_cast<const T*>(w + p * panel_bytes + 128 * pairs));
+      for (int m = 0; m < M; ++m) even[m][p] += a * x[m * x_stride + inputs - 1];
+    }
+    for (int m = 0; m < M; ++m) sum[m][p] = even[m][p] + odd[m][p];
+  }
 }
 
 template <typename T, bool NARROW, int M, int P>
@@ -117,15 +91,16 @@ static inline void tokens_of(const T* x, i64 x_stride, const Matrix<T>& w, i64 p
     for (; t + MANY_TOKENS <= tokens; t += MANY_TOKENS)
       for (int p = 0; p < P; ++p)
         tile_out<T, NARROW, MANY_TOKENS, 1>(x + t * x_stride, x_stride, w, panel + p, t == 0, y + t * y_stride, y_stride);
-  for (; t + TOKENS_AT_ONCE <= tokens; t += TOKENS_AT_ONCE)
-    tile_out<T, NARROW, TOKENS_AT_ONCE, P>(x + t * x_stride, x_stride, w, panel, t == 0, y + t * y_stride, y_stride);
+  constexpr int few = TOKENS_AT_ONCE<NARROW>;
+  for (; t + few <= tokens; t += few)
+    tile_out<T, NARROW, few, P>(x + t * x_stride, x_stride, w, panel, t == 0, y + t * y_stride, y_stride);
   x += t * x_stride;
   y += t * y_stride;
   if (tokens - t == 1) tile_out<T, NARROW, 1, P>(x, x_stride, w, panel, t == 0, y, y_stride);
-  if constexpr (TOKENS_AT_ONCE > 2) {
+  if constexpr (few > 2)
     if (tokens - t == 2) tile_out<T, NARROW, 2, P>(x, x_stride, w, panel, t == 0, y, y_stride);
+  if constexpr (few > 3)
     if (tokens - t == 3) tile_out<T, NARROW, 3, P>(x, x_stride, w, panel, t == 0, y, y_stride);
-  }
 }
 
 template <typename T, bool NARROW>

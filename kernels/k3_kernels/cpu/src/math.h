@@ -20,20 +20,17 @@ template <> struct ExpRule<double> {
 
 // 2^n for integer vectors whose result is a normal number.
 template <typename T> K3_INLINE Vec<T> power_of_two(Int<T> n) {
-  n = (n + ExpRule<T>::bias) << ExpRule<T>::bits;
-  Vec<T> v;
-  std::memcpy(&v, &n, sizeof v);
-  return v;
+  return bits<Vec<T>>((n + ExpRule<T>::bias) << ExpRule<T>::bits);
 }
 
 template <typename T> K3_INLINE Vec<T> vexp(Vec<T> x) {
   using R = ExpRule<T>;
-  Vec<T> z = x < R::low ? fill<T>(R::low) : x;
-  z = z > R::high ? fill<T>(R::high) : z;
-  const Vec<T> safe = z == z ? z : fill<T>(0);
+  Vec<T> z = select(x < R::low, fill<T>(R::low), x);
+  z = select(z > R::high, fill<T>(R::high), z);
+  const Vec<T> safe = select(z == z, z, fill<T>(0));
   Vec<T> k = safe * T(1.4426950408889634);
-  const Int<T> n = __builtin_convertvector(k + (k < T(0) ? fill<T>(T(-0.5)) : fill<T>(T(0.5))), Int<T>);
-  k = __builtin_convertvector(n, Vec<T>);
+  const Int<T> n = convert<Int<T>>(k + select(k < T(0), fill<T>(T(-0.5)), fill<T>(T(0.5))));
+  k = convert<Vec<T>>(n);
   const Vec<T> r = (safe - k * R::ln2_high) - k * R::ln2_low;
   Vec<T> p = fill<T>(R::c[0]);
   for (unsigned i = 1; i < sizeof R::c / sizeof R::c[0]; ++i) p = p * r + R::c[i];
@@ -41,7 +38,7 @@ template <typename T> K3_INLINE Vec<T> vexp(Vec<T> x) {
   // two factors, so that results below the normal numbers and above the largest round as they should
   const Int<T> half = n >> 1;
   const Vec<T> y = p * power_of_two<T>(half) * power_of_two<T>(n - half);
-  return x == x ? y : x;
+  return select(x == x, y, x);
 }
 
 template <typename T> K3_INLINE Vec<T> vsigmoid(Vec<T> x) { return T(1) / (T(1) + vexp<T>(-x)); }
@@ -67,11 +64,13 @@ template <typename T> K3_INLINE Vec<T> vtanh(Vec<T> x) {
     q = q * s + T(4.84406305325125486048e3);
     near = x + x * s * p / q;
   }
-  return s < T(0.625 * 0.625) ? near : far;
+  return select(s < T(0.625 * 0.625), near, far);
 }
 
 // log(1 + exp x), x itself above 20 as in torch; lane by lane: only gates without a lower bound need it.
 template <typename T> K3_INLINE Vec<T> vsoftplus(Vec<T> x) {
-  for (i64 i = 0; i < Lanes<T>::n; ++i) x[i] = x[i] > T(20) ? x[i] : std::log1p(std::exp(x[i]));
-  return x;
+  T lanes[Lanes<T>::n];
+  store(lanes, x);
+  for (T& lane : lanes) lane = lane > T(20) ? lane : std::log1p(std::exp(lane));
+  return load(lanes);
 }

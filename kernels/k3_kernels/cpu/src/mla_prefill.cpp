@@ -57,8 +57,7 @@ template <typename T> K3_INLINE T weigh(T* scores, i64 n, T& peak, T& total) {
   constexpr i64 L = Lanes<T>::n;
   Vec<T> top = load(scores);
   for (i64 j = L; j < n; j += L) {
-    const Vec<T> s = load(scores + j);
-    top = s > top ? s : top;
+    top = largest_of(load(scores + j), top);
   }
   const T highest = largest<T>(top);
   const T next = highest > peak ? highest : peak;

@@ -1,104 +1,69 @@
-// Vectors of a fixed number of lanes, whatever the machine has: a result depends neither on the instruction set's
-// width, nor on alignment, nor on which other rows are in the call. float: 16 lanes, double: 8.
+// What loops over rows are made of: a result depends neither on the instruction set's width, nor on alignment, nor on
+// which other rows are in the call.
 #pragma once
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <type_traits>
 
-#include "abi.h"
+#include "vector.h"
 
-template <typename T> struct Lanes;
-template <> struct Lanes<float> {
-  static constexpr i64 n = 16;
-  typedef float V __attribute__((vector_size(64)));
-  typedef std::int32_t I __attribute__((vector_size(64)));
-};
-template <> struct Lanes<double> {
-  static constexpr i64 n = 8;
-  typedef double V __attribute__((vector_size(64)));
-  typedef std::int64_t I __attribute__((vector_size(64)));
-};
-template <typename T> using Vec = typename Lanes<T>::V;
-template <typename T> using Int = typename Lanes<T>::I;
-
-#define K3_INLINE static inline __attribute__((always_inline))
-
-template <typename T> K3_INLINE Vec<T> load(const T* p) {
-  Vec<T> v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-template <typename T> K3_INLINE void store(T* p, Vec<T> v) { std::memcpy(p, &v, sizeof v); }
-template <typename T> K3_INLINE Vec<T> fill(T x) { return Vec<T>{} + x; }
-// The first n lanes (0 <= n < lanes), zero beyond.
-template <typename T> K3_INLINE Vec<T> load_part(const T* p, i64 n) {
-  Vec<T> v{};
-  std::memcpy(&v, p, n * sizeof(T));
-  return v;
-}
-template <typename T> K3_INLINE void store_part(T* p, Vec<T> v, i64 n) { std::memcpy(p, &v, n * sizeof(T)); }
-
-// Sum of the lanes, halves folded onto each other; the compilers' shuffle where they have it, the same additions.
+// Halves of a vector folded onto each other by f down to one lane; the compilers' shuffle where they have it.
+template <typename V> constexpr i64 lanes_of = sizeof(V) / sizeof(Element<V>);
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define K3_SHUFFLE 1
 #endif
 #endif
 #ifdef K3_SHUFFLE
-K3_INLINE float sum_of(Vec<float> v) {
-  const auto a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  const auto b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-  const auto c = b + __builtin_shufflevector(b, b, 2, 3, 2, 3);
-  return c[0] + c[1];
+template <typename V, i64... I> K3_INLINE auto picked(V a, V b, std::integer_sequence<i64, I...>) {
+  return __builtin_shufflevector(a, b, I...);
 }
-K3_INLINE double sum_of(Vec<double> v) {
-  const auto a = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-  const auto b = a + __builtin_shufflevector(a, a, 2, 3, 2, 3);
-  return b[0] + b[1];
+template <i64 FROM, i64... I> constexpr auto from(std::integer_sequence<i64, I...>) {
+  return std::integer_sequence<i64, (FROM + I)...>{};
 }
-template <typename T> K3_INLINE T sum(Vec<T> v) { return sum_of(v); }
-
+template <typename V, typename F> K3_INLINE Element<V> reduced(V v, F f) {
+  constexpr i64 half = lanes_of<V> / 2;
+  constexpr auto lower = std::make_integer_sequence<i64, half>{};
+  if constexpr (sizeof(V) > 16) return reduced(f(picked(v, v, lower), picked(v, v, from<half>(lower))), f);
+  else if constexpr (half == 1) return f(v[0], v[1]);
+  else return f(f(v[0], v[2]), f(v[1], v[3]));
+}
+// In blocks of 2 W lanes: the lower W of a, onto which its upper ones are added, then those of b.
+template <i64 W, typename V, i64... I> K3_INLINE V folded(V a, V b, std::integer_sequence<i64, I...>) {
+  constexpr i64 n = sizeof...(I);
+  return __builtin_shufflevector(a, b, (I & W ? n + I - W : I)...) + __builtin_shufflevector(a, b, (I & W ? n + I : I + W)...);
+}
 // Lane i of the result is the sum of vector i; as many vectors as lanes, each summed as by `sum`.
-K3_INLINE Vec<float> sums(Vec<float> (&v)[16]) {
-  for (int j = 0; j < 8; ++j)
-    v[j] = __builtin_shufflevector(v[j], v[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(v[j], v[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  for (int j = 0; j < 4; ++j)
-    v[j] = __builtin_shufflevector(v[j], v[j + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           __builtin_shufflevector(v[j], v[j + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int j = 0; j < 2; ++j)
-    v[j] = __builtin_shufflevector(v[j], v[j + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(v[j], v[j + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  return __builtin_shufflevector(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         __builtin_shufflevector(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-K3_INLINE Vec<double> sums(Vec<double> (&v)[8]) {
-  for (int j = 0; j < 4; ++j)
-    v[j] = __builtin_shufflevector(v[j], v[j + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
-           __builtin_shufflevector(v[j], v[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  for (int j = 0; j < 2; ++j)
-    v[j] = __builtin_shufflevector(v[j], v[j + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(v[j], v[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-  return __builtin_shufflevector(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) +
-         __builtin_shufflevector(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+template <typename V, i64 W = lanes_of<V> / 2> K3_INLINE V sums(V* v) {
+  if constexpr (W == 0) return v[0];
+  else {
+    for (i64 j = 0; j < W; ++j) v[j] = folded<W>(v[j], v[j + W], std::make_integer_sequence<i64, lanes_of<V>>{});
+    return sums<V, W / 2>(v);
+  }
 }
 #else
-template <typename T> K3_INLINE T sum(Vec<T> v) {
-  for (i64 half = Lanes<T>::n / 2; half; half /= 2)
-    for (i64 i = 0; i < half; ++i) v[i] += v[i + half];
+template <typename V, typename F> K3_INLINE Element<V> reduced(V v, F f) {
+  for (i64 half = lanes_of<V> / 2; half; half /= 2)
+    for (i64 i = 0; i < half; ++i) v[i] = f(v[i], v[i + half]);
   return v[0];
 }
-template <typename V, int N> K3_INLINE V sums(V (&v)[N]) {
+template <typename V> K3_INLINE V sums(V* v) {
   V y{};
-  for (int i = 0; i < N; ++i) y[i] = sum<std::remove_reference_t<decltype(v[0][0])>>(v[i]);
+  for (i64 i = 0; i < lanes_of<V>; ++i) y[i] = reduced(v[i], [](auto a, auto b) { return a + b; });
   return y;
 }
 #endif
+template <typename V, typename F> K3_INLINE Element<V> reduced(Two<V> v, F f) { return reduced(f(v.lo, v.hi), f); }
+template <typename V> K3_INLINE Two<V> sums(Two<V>* v) {
+  constexpr i64 n = lanes_of<Two<V>>;
+  V half[n];
+  for (i64 j = 0; j < n; ++j) half[j] = v[j].lo + v[j].hi;
+  return {sums(half), sums(half + n / 2)};
+}
+template <typename T> K3_INLINE T sum(Vec<T> v) {
+  return reduced(v, [](auto a, auto b) { return a + b; });
+}
 template <typename T> K3_INLINE T largest(Vec<T> v) {
-  for (i64 half = Lanes<T>::n / 2; half; half /= 2)
-    for (i64 i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
-  return v[0];
+  return reduced(v, [](auto a, auto b) { return largest_of(a, b); });
 }
 
 template <typename T> K3_INLINE T dot(const T* a, const T* b, i64 n) {
@@ -121,18 +86,22 @@ template <typename T, typename F> K3_INLINE void over(i64 n, T* y, F f) {
   }
 }
 
-// Products of one vector with as many others as there are lanes.
+// Products of one vector with as many others as there are lanes; as many at once as there are registers for.
 template <typename T> K3_INLINE Vec<T> dots(const T* x, const T* const* others, i64 n) {
-  constexpr i64 L = Lanes<T>::n;
-  Vec<T> acc[L] = {};
-  i64 i = 0;
-  for (; i + L <= n; i += L) {
-    const Vec<T> a = load(x + i);
-    for (i64 j = 0; j < L; ++j) acc[j] += a * load(others[j] + i);
+  constexpr i64 L = Lanes<T>::n, at_once = REGISTER == 64 ? L : 4;
+  Vec<T> all[L];
+  for (i64 first = 0; first < L; first += at_once, others += at_once) {
+    Vec<T> acc[at_once] = {};
+    i64 i = 0;
+    for (; i + L <= n; i += L) {
+      const Vec<T> a = load(x + i);
+      for (i64 j = 0; j < at_once; ++j) acc[j] += a * load(others[j] + i);
+    }
+    if (i < n) {
+      const Vec<T> a = load_part(x + i, n - i);
+      for (i64 j = 0; j < at_once; ++j) acc[j] += a * load_part(others[j] + i, n - i);
+    }
+    for (i64 j = 0; j < at_once; ++j) all[first + j] = acc[j];
   }
-  if (i < n) {
-    const Vec<T> a = load_part(x + i, n - i);
-    for (i64 j = 0; j < L; ++j) acc[j] += a * load_part(others[j] + i, n - i);
-  }
-  return sums(acc);
+  return sums(all);
 }
