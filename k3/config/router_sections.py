@@ -34,8 +34,9 @@ class HttpConfig:
     strict_params: bool = key(False, "refuse unknown fields instead of ignoring them")
     per_request_spec_stats: str = key(
         "off",
-        "summary: every answer of one choice says how its drafts fared; off: where return_spec_stats asks for it",
-        choices=("off", "summary"),
+        "summary: every answer of one choice says how its drafts fared, detailed: also step by step; "
+        "off: the summary where return_spec_stats asks for it",
+        choices=("off", "summary", "detailed"),
     )
     drain_delay_s: float = key(
         5.0, "after SIGTERM new requests are still served for this long", unit="s", least=0

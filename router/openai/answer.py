@@ -82,7 +82,7 @@ def totals(counts: Counts) -> Json:
     drafts = counts.speculation
     if drafts is None:
         return {"usage": usage(counts)}
-    statistics = {
+    statistics: Json = {
         "num_spec_tokens": len(drafts.histogram) - 1,
         "num_spec_steps": drafts.n_steps,
         "num_draft_tokens": drafts.n_drafts,
@@ -91,6 +91,9 @@ def totals(counts: Counts) -> Json:
         "draft_acceptance_rate": drafts.n_accepted / max(1, drafts.n_drafts),
         "acceptance_histogram": list(drafts.histogram),
     }
+    if counts.steps is not None:
+        statistics["per_step_accepted"] = [step.n_accepted for step in counts.steps]
+        statistics["per_step_drafted"] = [step.n_drafts for step in counts.steps]
     return {"usage": usage(counts), "metrics": {"speculative_decoding": statistics}}
 
 

@@ -42,6 +42,13 @@ class Update:
     end: End | None = None
 
 
+class DraftStep(NamedTuple):
+    """One step that checked drafts."""
+
+    n_drafts: int
+    n_accepted: int
+
+
 @dataclass(slots=True)
 class Choice:
     """A choice in the making."""
@@ -53,9 +60,17 @@ class Choice:
     cached_tokens: int = 0
     times: StageTimes = field(default_factory=StageTimes)
     speculation: Speculation | None = None
+    steps: list[DraftStep] = field(default_factory=list[DraftStep])
     end: End | None = None
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
     last_token_at: float = 0.0
+
+    def drafted(self, total: Speculation | None) -> None:
+        """A step's tokens came with the drafts of all steps so far, none of them without speculation."""
+        before, self.speculation = self.speculation or Speculation((), 0), total
+        if total is not None and total.n_steps > before.n_steps:
+            n_accepted = total.n_accepted - before.n_accepted
+            self.steps.append(DraftStep(total.n_drafts - before.n_drafts, n_accepted))
 
 
 class Counts(NamedTuple):
@@ -66,6 +81,7 @@ class Counts(NamedTuple):
     cached_tokens: int
     reasoning_tokens: int
     speculation: Speculation | None = None  # of the only choice, where it was asked for
+    steps: Sequence[DraftStep] | None = None  # its steps, where they were
 
 
 class Generation:
@@ -113,13 +129,13 @@ class Generation:
             completion_tokens=sum(choice.text.n_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
             reasoning_tokens=sum(choice.text.n_reasoning_tokens for choice in self.choices),
-            speculation=self._speculation,
+            speculation=firsts[0].speculation if self._spec_stats != "off" else None,
+            steps=firsts[0].steps if self._spec_stats == "detailed" else None,
         )
 
     @property
-    def _speculation(self) -> Speculation | None:
-        is_wanted = self.job.return_spec_stats and len(self.choices) == 1
-        return self.choices[0].speculation if is_wanted else None
+    def _spec_stats(self) -> str:
+        return self.job.spec_stats if len(self.choices) == 1 else "off"
 
     def _choice(self, index: int) -> Choice:
         job, tokenizer = self.job, self._folder.tokenizer
@@ -202,7 +218,8 @@ class Generation:
     def _digest(self, choice: Choice, event: Tokens | Finished) -> Update:
         match event:
             case Tokens(tokens, cached_tokens, speculation):
-                choice.cached_tokens, choice.speculation = cached_tokens, speculation
+                choice.cached_tokens = cached_tokens
+                choice.drafted(speculation)
                 self._observe(choice, len(tokens))
                 pieces = choice.text.push(tokens)
                 self.request.n_tokens += len(tokens)

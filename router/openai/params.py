@@ -57,7 +57,7 @@ class Job:
     start: Channel | None
     skip_special_tokens: bool
     return_token_ids: bool
-    return_spec_stats: bool
+    spec_stats: str
     draft_tokens: int | None
     is_stream: bool
     include_usage: bool
@@ -222,7 +222,7 @@ def _job(
         start=start,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
-        return_spec_stats=_wants_spec_stats(body, settings),
+        spec_stats=_spec_stats(body.return_spec_stats, settings.http.per_request_spec_stats),
         draft_tokens=body.draft_tokens,
         is_stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
@@ -231,11 +231,11 @@ def _job(
     )
 
 
-def _wants_spec_stats(body: GenerationBody, settings: Settings) -> bool:
-    """As the request says; where it says nothing, as the server is set."""
-    if body.return_spec_stats is not None:
-        return body.return_spec_stats
-    return settings.http.per_request_spec_stats == "summary"
+def _spec_stats(asked: bool | None, configured: str) -> str:
+    """off, summary or detailed: a request chooses whether, the server how much; a summary at least."""
+    if asked is False:
+        return "off"
+    return "summary" if asked and configured == "off" else configured
 
 
 def _sampling(body: GenerationBody, folder: ModelFolder, min_tokens: int) -> SamplingParams:

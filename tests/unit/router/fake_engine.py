@@ -1,7 +1,8 @@
 """Engines at the protocol: real gRPC servers that speak DecodeService and InstanceService and emit scripted tokens.
 
-A script is chosen per request or is the same for all; it is a list of steps: token ids to send, a float to wait, an
-exception to fail with, `HOLD` to wait until the call is cancelled, or `CUT` to end it as a lost connection does.
+A script is chosen per request or is the same for all; it is a list of steps: token ids or a message of them to send, a
+float to wait, an exception to fail with, `HOLD` to wait until the call is cancelled, or `CUT` to end it as a lost
+connection does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from k3.v1 import (
 HOLD = "hold"
 CUT = "cut"
 Step = (
-    Sequence[int] | Sequence[common_pb2.Token] | float | str | K3Error | decode_pb2.CandidateFailed
+    Sequence[int]
+    | Sequence[common_pb2.Token]
+    | decode_pb2.Tokens
+    | float
+    | str
+    | K3Error
+    | decode_pb2.CandidateFailed
 )
 
 
@@ -173,6 +180,9 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                     yield decode_pb2.GenerateResponse(admitted=decode_pb2.Admitted(queue_s=0.001))
                 if isinstance(step, decode_pb2.CandidateFailed):
                     yield decode_pb2.GenerateResponse(candidate_failed=step)
+                elif isinstance(step, decode_pb2.Tokens):
+                    n_tokens += len(step.tokens)
+                    yield decode_pb2.GenerateResponse(tokens=step)
                 elif isinstance(step, K3Error):
                     context.set_trailing_metadata(trailing_metadata(step))
                     await context.abort(*to_grpc(step))

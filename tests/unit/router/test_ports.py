@@ -16,6 +16,7 @@ import pytest
 from k3.config.router_sections import HttpConfig
 from k3.errors import ConfigError, PortInUse
 from k3.types import Speculation
+from k3.v1 import common_pb2, decode_pb2
 from router.__main__ import bind
 from router.text.folder import ModelFolder
 from tests.unit.router.conftest import RunningRouter, running_router, until
@@ -205,6 +206,32 @@ async def test_a_server_may_report_how_drafts_fared_without_being_asked(
             statistics = reported[0]["speculative_decoding"]
             assert statistics["acceptance_histogram"] == [1, 0, 1]
             assert statistics["mean_acceptance_length"] == 2.0
+
+
+def tokens_with(histogram: tuple[int, ...], n_drafts: int) -> decode_pb2.Tokens:
+    """Two tokens of one step, and the drafts of all steps so far."""
+    speculation = decode_pb2.Speculation(histogram=histogram, n_drafts=n_drafts)
+    return decode_pb2.Tokens(
+        tokens=[common_pb2.Token(id=5), common_pb2.Token(id=6)], speculation=speculation
+    )
+
+
+@pytest.mark.dspark
+async def test_a_server_may_report_drafts_step_by_step(folder: ModelFolder) -> None:
+    """The first token and the third step come without drafts: neither counts as a step."""
+    counted = [((0, 0, 0), 0), ((0, 0, 1), 2), ((0, 0, 1), 2), ((1, 0, 1), 3)]
+    http = HttpConfig(per_request_spec_stats="detailed")
+    async with running_router(folder, http=http) as router:
+        router.decode.script = [tokens_with(*count) for count in counted]
+        router.decode.speculation = Speculation(*counted[-1])
+        for more, is_reported in (({}, True), ({"return_spec_stats": False}, False)):
+            body = (await router.client.post(TEXT, json={"prompt": "x"} | more)).json()
+            assert ("metrics" in body) is is_reported
+            if is_reported:
+                statistics = body["metrics"]["speculative_decoding"]
+                assert statistics["per_step_accepted"] == [2, 0]
+                assert statistics["per_step_drafted"] == [2, 1]
+                assert statistics["num_spec_steps"] == 2
 
 
 @pytest.mark.dspark
