@@ -34,6 +34,9 @@ ENGINES = (
     *("page-tokens", "cache-page-tokens", "cache-fill-nan", "drafter", "spec-drafter"),
     *("transfer-", "backends-", "serve-"),
 )
+# Where the services listen is ours to choose: we ask there whether they are ready.
+ENGINE_ADDRESS = ("port", "serve-port", "ops-port", "serve-ops-port")
+ROUTER_ADDRESS = ("host", "http-host", "port", "http-port")
 # Of the embedded model: drafts, unless something else is chosen.
 DRAFTER, DRAFT_TOKENS = "draft-mla", 7
 CLEAR = "\r\033[K"  # of the terminal's line
@@ -85,6 +88,10 @@ def split_flags(argv: Sequence[str], is_alone: bool = False) -> dict[str, list[s
             )
         if is_alone:
             roles = tuple(dict.fromkeys("decode" if r == "prefill" else r for r in roles))
+        if name in (ROUTER_ADDRESS if roles == ("router",) else ENGINE_ADDRESS):
+            raise ConfigError(
+                f"{flag}: ports are chosen here; --host and --port are those of the API"
+            )
         piece[0] = f"--{name}" + flag[2 + len(flag[2:].split("=")[0]) :]
         for role in roles:
             out[role] += piece
@@ -140,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
         "--logs", action="store_true", help="show the services' logs (default unless --ask)"
     )
     p.add_argument(
-        "--start-timeout-s", metavar="S", type=float, default=120.0, help="to be ready (120)"
+        "--start-timeout-s", metavar="S", type=seconds, default=120.0, help="to be ready (120)"
     )
     p.add_argument("--version", action="version", version=f"k3-local {version('k3-serving')}")
     return p
@@ -155,6 +162,13 @@ def number(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def seconds(text: str) -> float:
+    """Type of a flag: a time that ends."""
+    if not 0 < float(text) < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return float(text)
 
 
 def say(line: str) -> None:
@@ -278,7 +292,7 @@ def has_own_drafter(flags: Mapping[str, Sequence[str]]) -> bool:
 def main() -> None:
     """Entry point of `k3-local`."""
     args, rest = parser().parse_known_args()
-    shows_logs = args.logs or not (args.ask or args.demo)
+    shows_logs = args.logs or not (args.ask is not None or args.demo)
     on_line: OnLine | None = (lambda name, line: say(f"[{name}] {line}")) if shows_logs else None
     code = 0
     try:
@@ -294,7 +308,7 @@ def main() -> None:
         elif args.demo:
             demo(options, args.start_timeout_s, on_line)
         else:
-            questions = [args.ask] if args.ask else []
+            questions = [] if args.ask is None else [args.ask]
             run(LocalCluster(options, on_line=on_line), questions, args.start_timeout_s, Stop())
     except RequestAborted:
         code = 0  # asked to stop while an answer came

@@ -9,6 +9,7 @@ environment.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,6 +19,8 @@ from typing import Any, TypeVar, cast, get_type_hints
 T = TypeVar("T")
 Value = bool | int | float | str | tuple[str, ...]
 
+# The most an integer may be: counts travel in messages of 32 bits. Sizes in bytes do not.
+_MOST = (1 << 31) - 1
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)")
 _DURATION_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|MB|GB|TB|)")
@@ -108,9 +111,14 @@ class Key:
 
     def parse(self, raw: object) -> Value:
         """A value of this key from a YAML value or from text. Raises ValueError saying what was expected."""
-        value = self._convert(raw)
-        if value is None:
+        try:
+            value = self._convert(raw)
+        except OverflowError:  # beyond every float
+            value = None
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"expected {self.expected}")
+        if isinstance(value, int) and abs(value) > _MOST and self.unit != "bytes":
+            raise ValueError(f"expected {self.expected}, not beyond {_MOST}")
         if self.choices and value not in self.choices:
             close = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -82,7 +82,7 @@ def _merge_preset(tree: type, merged: Merged, name: str) -> None:
 def _merge_file(tree: type, merged: Merged, file: Path) -> None:
     try:
         document = cast("object", yaml.load(file.read_text(encoding="utf-8"), _StrictLoader))  # noqa: S506
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         remedy = "give an existing YAML file to --config"
         merged.problems.append(
@@ -144,6 +144,8 @@ class _StrictLoader(yaml.SafeLoader):
         """As the safe loader's; raises ConstructorError on a repeated key."""
         seen: set[object] = set()
         for key_node, _value in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # no key of ours, and the safe loader says so
             if key_node.value in seen:
                 text = f"the key {key_node.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, text, key_node.start_mark)

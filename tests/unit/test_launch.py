@@ -82,6 +82,20 @@ def test_a_stray_word_is_refused_by_name() -> None:
         split_flags(["--cp=2", "rows"])
 
 
+@pytest.mark.parametrize(
+    "flag", ["--serve-port", "--decode-ops-port", "--prefill-port", "--http-port", "--router-host"]
+)
+def test_where_services_listen_is_not_for_their_flags(flag: str) -> None:
+    with pytest.raises(ConfigError, match="ports are chosen here"):
+        split_flags([flag, "5"])
+
+
+@pytest.mark.parametrize("text", ["nan", "0", "-1", "inf", "soon"])
+def test_a_start_has_an_end(text: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_known_args(["--start-timeout-s", text])
+
+
 def flags_of_engines(*words: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     args, rest = parser().parse_known_args(words)
     options = options_of(args, rest)

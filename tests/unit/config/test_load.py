@@ -110,6 +110,12 @@ def test_values_are_read_in_every_accepted_form(path, raw, value):
         ("model.name", 7, "text"),
         ("serve.prefills", [1], "a list of text"),
         ("cache.pages", {"a": 1}, "an integer"),
+        ("cache.pages", 1 << 31, "not beyond 2147483647"),
+        ("cache.memory_bytes", "9" * 400 + "GB", "a size"),
+        ("transfer.lease_s", float("nan"), "a duration"),
+        ("transfer.lease_s", float("inf"), "a duration"),
+        ("transfer.lease_s", 10**400, "a duration"),
+        ("spec.gate_threshold", float("nan"), "a number"),
     ],
 )
 def test_a_wrong_value_says_what_was_expected(path, raw, expected):
@@ -150,6 +156,9 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
         ("just text", "SECTION"),
         ("cache: !!python/object/apply:os.getcwd []", "FILE"),
         ("1: 2", "UNKNOWN_KEY"),
+        ("? [a]\n: b", "FILE"),
+        ("2026-13-45: 1", "FILE"),
+        ("[" * 5000, "FILE"),
     ],
 )
 def test_a_broken_file_is_a_problem_not_a_traceback(tmp_path, text, code):
