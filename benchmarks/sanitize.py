@@ -19,6 +19,7 @@ SELECTED = {
     "attnres": "3-1-100 or 1-2-7168",
     "chunk": "small or 70-3-32",
     "draft": "12345-bfloat16 or 3-333-5 or torch_does[333]",
+    "draw": "definition and 2.0 and bfloat16",
     "kda": "bfloat16 and (room or softplus or strong or few) or many_heads and (room or softplus)",
     "mla": "(hopper or triton or flashmla) and (border or between) and 12 or hopper and uneven and 96 or eight_ranks",
     "moe": "5-15-70 or 37-48-300 or 1-4-0-4 and bf16",

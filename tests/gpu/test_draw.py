@@ -1,4 +1,4 @@
-"""Tokens drawn on a GPU are those of torch's definition, at Kimi-K3's vocabulary, also inside a graph."""
+"""Tokens drawn on a GPU are those of torch's definition, at Kimi-K3's vocabulary."""
 
 from __future__ import annotations
 
@@ -35,10 +35,21 @@ def test_tokens_are_those_of_the_definition(dtype: torch.dtype, deviation: float
         flavour = Flavour(True, True, limited, limited, min_p=True)
         want = Recipe(params(), flavour).draw(scores.float(), position)
         recipe = Recipe(params(), flavour, by=draw(TritonDense()))
-        got = recipe.draw(scores, position)
-        assert torch.equal(got, want)
-        graph = torch.cuda.CUDAGraph()  # noqa: TID251
-        with torch.cuda.graph(graph):  # noqa: TID251
-            replayed = recipe.draw(scores, position)
-        graph.replay()
-        assert torch.equal(replayed, want)
+        assert torch.equal(recipe.draw(scores, position), want)
+
+
+def test_a_captured_draw_follows_what_its_buffers_hold() -> None:
+    torch.manual_seed(8)
+    p, flavour = params(), Flavour(True, True, True, True, min_p=True)
+    recipe = Recipe(p, flavour, by=draw(TritonDense()))
+    scores = torch.zeros(REQUESTS, GROUP, 999, device="cuda")
+    position = torch.zeros(REQUESTS, GROUP, dtype=torch.int64, device="cuda")
+    recipe.draw(scores, position)
+    graph = torch.cuda.CUDAGraph()  # noqa: TID251
+    with torch.cuda.graph(graph):  # noqa: TID251
+        drawn = recipe.draw(scores, position)
+    scores.normal_()
+    position.random_(0, 1000)
+    p.reals[:, 0] *= 0.5
+    graph.replay()
+    assert torch.equal(drawn, Recipe(p, flavour).draw(scores, position))

@@ -6,7 +6,7 @@ top_p. Where few tokens near the best are enough, which is nearly always, they a
 are looked at from then on; otherwise the whole row is. Weights are float32, relative to the best, their sums float64 in a
 fixed order, so a row's token does not depend on what is drawn beside it.
 
-Letters: T = B * G rows of scores, B requests, G group tokens, V vocabulary, S tokens copied aside.
+Letters: T = B * G rows of scores, B requests, G group tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from torch import Tensor
 from k3_kernels.triton.best import NOTHING, index_of, ordered, ranked, value_of
 
 BLOCK = 1 << 12  # tokens looked at together, at most; as many are copied aside at most
-WARPS = 16
+WARPS, UNROLL = 16, 4
 LOG2_E = tl.constexpr(1.4426950408889634)
-NEAR, FAR = (
-    tl.constexpr(6.0),
-    tl.constexpr(18.0),
-)  # natural logs below the best: tried as what is enough
+NEAR, FAR = tl.constexpr(6.0), tl.constexpr(18.0)  # below the best, in e-folds: is that enough?
 
 
 @triton.jit
@@ -39,9 +36,8 @@ def _uniform(seed, sample, position):
 
 @triton.jit
 def _weights(x, peak, rate):
-    """exp(rate (x - peak)) in base 2; the best weighs 1 even where it is infinite."""
-    is_best = x == peak
-    return tl.exp2((tl.where(is_best, 0.0, x) - tl.where(is_best, 0.0, peak)) * rate)
+    """exp(rate (x - peak)) in base 2."""
+    return tl.exp2((x - peak) * rate)
 
 
 @triton.jit
@@ -53,6 +49,19 @@ def _chunk(source, start, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _few(values, BLOCK: tl.constexpr):
+    """Sums of neighbours, which one thread holds."""
+    few: tl.constexpr = 8 if BLOCK >= 256 else 1
+    return tl.sum(tl.reshape(values, [BLOCK // few, few]), 1)
+
+
+@triton.jit
+def _zeros(dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """What sums of `_few` are added to."""
+    return tl.zeros([BLOCK // 8 if BLOCK >= 256 else BLOCK], dtype)
+
+
+@triton.jit
 def _best(source, n, BLOCK: tl.constexpr):
     """Id of the first of the best."""
     best = tl.full([BLOCK], NOTHING, tl.int64)
@@ -60,27 +69,48 @@ def _best(source, n, BLOCK: tl.constexpr):
         x, there = _chunk(source, start, n, BLOCK)
         number = ranked(x, start + tl.arange(0, BLOCK))
         best = tl.maximum(best, tl.where(there, number, NOTHING))
-    return index_of(tl.max(best, 0))
+    return index_of(tl.max(best, 0)).to(tl.int32)
 
 
 @triton.jit
-def _at_least(source, n, edge, peak, rate, BLOCK: tl.constexpr):
+def _peak(source, n, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    """The best score."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
+        x, _ = _chunk(source, start, n, BLOCK)
+        best = tl.maximum(best, x)
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _at_least(source, n, edge, peak, rate, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
     """How many scores are `edge` or more, as ordered numbers, and what they weigh."""
-    count, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float64)
-    for start in range(0, n, BLOCK):
+    count, weight = _zeros(tl.int32, BLOCK), _zeros(tl.float64, BLOCK)
+    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
         x, there = _chunk(source, start, n, BLOCK)
         taken = there & (ordered(x) >= edge)
-        count += taken.to(tl.int32)
-        weight += tl.where(taken, _weights(x, peak, rate), 0.0).to(tl.float64)
+        count += _few(taken.to(tl.int32), BLOCK)
+        weight += _few(tl.where(taken, _weights(x, peak, rate), 0.0), BLOCK).to(tl.float64)
     return tl.sum(count, 0), tl.sum(weight, 0)
 
 
 @triton.jit
-def _bisected(source, n, low, high, goal, peak, rate, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _bisected(
+    source,
+    n,
+    low,
+    high,
+    goal,
+    peak,
+    rate,
+    BY_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """The largest number in low .. high that at least `goal` tokens, or weight, reach; `low` if none."""
     while low < high:
         middle = low + (high - low + 1) // 2
-        count, weight = _at_least(source, n, middle, peak, rate, BLOCK)
+        count, weight = _at_least(source, n, middle, peak, rate, BLOCK, UNROLL)
         reached = weight if BY_WEIGHT else count.to(tl.float64)
         if reached >= goal:
             low = middle
@@ -90,17 +120,20 @@ def _bisected(source, n, low, high, goal, peak, rate, BY_WEIGHT: tl.constexpr, B
 
 
 @triton.jit
-def _edge(source, n, low, top_k, top_p, goal, peak, rate, BLOCK: tl.constexpr):
+def _edge(
+    source, n, low, top_k, top_p, goal, peak, rate, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+):
     """The lowest score that stays, as ordered number, and how many of those that equal it. goal: weight for top_p."""
     high = ordered(peak).to(tl.int64)
     edge, places = low, n.to(tl.int64)
     if top_k > 0:
-        edge = _bisected(source, n, low, high, top_k.to(tl.float64), peak, rate, False, BLOCK)
-        _, weight = _at_least(source, n, edge, peak, rate, BLOCK)
+        aim = top_k.to(tl.float64)
+        edge = _bisected(source, n, low, high, aim, peak, rate, False, BLOCK, UNROLL)
+        _, weight = _at_least(source, n, edge, peak, rate, BLOCK, UNROLL)
         goal = top_p * weight
     if top_p < 1.0:
-        edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK)
-        _, above = _at_least(source, n, edge + 1, peak, rate, BLOCK)
+        edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK, UNROLL)
+        _, above = _at_least(source, n, edge + 1, peak, rate, BLOCK, UNROLL)
         one = _weights(value_of(edge.to(tl.int32)), peak, rate).to(tl.float64)
         share = tl.ceil((goal - above) / one)
         places = tl.where((share > 1.0) & (share <= n), share, 1.0).to(tl.int64)
@@ -118,72 +151,128 @@ def _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED: tl.con
         rank = n_equal + tl.cumsum(equal.to(tl.int32), 0)
         stays &= (number > edge) | (equal & (rank <= places))
         n_equal += tl.sum(equal.to(tl.int32), 0)
-    return tl.where(stays, weight, 0.0).to(tl.float64), n_equal
+    return tl.where(stays, weight, 0.0), n_equal
 
 
 @triton.jit
 def _drawn(
-    source, n, edge, places, min_p, u, peak, rate, LIMITED: tl.constexpr, BLOCK: tl.constexpr
+    source,
+    n,
+    edge,
+    places,
+    min_p,
+    u,
+    peak,
+    rate,
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Index of the first token up to which more than the share `u` of what stays lies; -1 if none has a weight."""
-    total, n_equal = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
-    for start in range(0, n, BLOCK):
+    sums, n_equal = _zeros(tl.float64, BLOCK), tl.zeros([], tl.int32)
+    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
         x, there = _chunk(source, start, n, BLOCK)
         w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
-        total += tl.sum(w, 0)
-    aim, before, n_equal = u * total, tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+        sums += _few(w, BLOCK).to(tl.float64)
+    aim, before, n_equal = u * tl.sum(sums, 0), tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     start, found = tl.zeros([], tl.int32), tl.full([], -1, tl.int32)
     lane = tl.arange(0, BLOCK)
+    last = found  # with a weight: where rounding leaves nobody past the aim
+    x, there = _chunk(source, start, n, BLOCK)
     while (start < n) & (found < 0):
-        x, there = _chunk(source, start, n, BLOCK)
+        next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
         w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
-        here = tl.sum(w, 0)
+        here = tl.sum(_few(w, BLOCK).to(tl.float64), 0)
         if before + here > aim:
-            is_past = (before + tl.cumsum(w, 0) > aim) & (w > 0.0)
-            last = tl.max(
-                tl.where(w > 0.0, lane, -1), 0
-            )  # where rounding leaves nobody past the aim
-            found = start + tl.minimum(tl.min(tl.where(is_past, lane, BLOCK), 0), last)
+            share = before + tl.cumsum(w.to(tl.float64), 0)
+            first = tl.min(tl.where((share > aim) & (w > 0.0), lane, BLOCK), 0)
+            found = tl.where(first < BLOCK, start + first, -1)
+        if here > 0.0:
+            last = start + tl.max(tl.where(w > 0.0, lane, -1), 0)
         before += here
         start += BLOCK
-    return found
+        x, there = next_x, next_there
+    return tl.where(found < 0, last, found)
 
 
 @triton.jit
 def _copy_aside(source, n, cut, to, ids, BLOCK: tl.constexpr):
     """Scores from `cut` on and their ids, in order of ids."""
     first = tl.zeros([], tl.int32)
+    x, there = _chunk(source, 0, n, BLOCK)
     for start in range(0, n, BLOCK):
-        x, there = _chunk(source, start, n, BLOCK)
+        next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
         taken = (there & (x >= cut)).to(tl.int32)
         at = first + tl.cumsum(taken, 0) - 1
         tl.store(to + at, x, mask=taken > 0)
         tl.store(ids + at, start + tl.arange(0, BLOCK), mask=taken > 0)
         first += tl.sum(taken, 0)
+        x, there = next_x, next_there
 
 
 @triton.jit
-def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr):
-    """What top_p has to reach of the whole row; a score from which on there is enough, and how many, 0 if too many."""
-    total, far_w, near_w = (tl.zeros([BLOCK], tl.float64),) * 3
-    far_n, near_n = (tl.zeros([BLOCK], tl.int32),) * 2
+def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    """What top_p has to reach of the whole row; a score from which on there is enough, -inf if unknown, and how many."""
+    total, near_w, far_w = (
+        _zeros(tl.float64, BLOCK),
+        _zeros(tl.float64, BLOCK),
+        _zeros(tl.float64, BLOCK),
+    )
+    near_n, far_n = _zeros(tl.int32, BLOCK), _zeros(tl.int32, BLOCK)
     nats = 1.0 / rate * LOG2_E
     near, far = peak - nats * NEAR, peak - nats * FAR
-    for start in range(0, n, BLOCK):
+    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
         x, there = _chunk(source, start, n, BLOCK)
         w = tl.where(there, _weights(x, peak, rate), 0.0)
         is_near, is_far = there & (x >= near), there & (x >= far)
-        total += w.to(tl.float64)
-        near_w += tl.where(is_near, w, 0.0).to(tl.float64)
-        far_w += tl.where(is_far, w, 0.0).to(tl.float64)
-        near_n += is_near.to(tl.int32)
-        far_n += is_far.to(tl.int32)
+        total += _few(w, BLOCK).to(tl.float64)
+        near_w += _few(tl.where(is_near, w, 0.0), BLOCK).to(tl.float64)
+        far_w += _few(tl.where(is_far, w, 0.0), BLOCK).to(tl.float64)
+        near_n += _few(is_near.to(tl.int32), BLOCK)
+        far_n += _few(is_far.to(tl.int32), BLOCK)
     goal = top_p * tl.sum(total, 0)
     n_near, n_far = tl.sum(near_n, 0), tl.sum(far_n, 0)
     has_near = tl.where(top_k > 0, n_near >= top_k, tl.sum(near_w, 0) >= goal)
     has_far = tl.where(top_k > 0, n_far >= top_k, tl.sum(far_w, 0) >= goal)
-    cut, count = tl.where(has_near, near, far), tl.where(has_near, n_near, n_far)
-    return goal, cut, tl.where((has_near | has_far) & (count <= BLOCK), count, 0)
+    cut = tl.where(has_near, near, tl.where(has_far, far, float("-inf")))
+    return goal, cut, tl.where(has_near, n_near, tl.where(has_far, n_far, n))
+
+
+@triton.jit
+def _sampled(
+    row,
+    vocabulary,
+    peak,
+    reals,
+    whole,
+    u,
+    aside,
+    ids,
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The token drawn from a row; -1 if no token has a weight."""
+    rate = (1.0 / tl.load(reals)).to(tl.float32) * LOG2_E
+    top_p, min_p = tl.load(reals + 1), tl.load(reals + 2).to(tl.float32)
+    everything = tl.zeros([], tl.int64)
+    if not LIMITED:
+        return _drawn(
+            row, vocabulary, everything, everything, min_p, u, peak, rate, False, BLOCK, UNROLL
+        )
+    top_k = tl.minimum(tl.load(whole + 2), vocabulary)
+    goal, cut, n = _enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK, UNROLL)
+    low = ordered(cut).to(tl.int64)
+    if n <= BLOCK:
+        _copy_aside(row, vocabulary, cut, aside, ids, BLOCK)
+        tl.debug_barrier()  # the copies are there
+        edge, places = _edge(aside, n, low, top_k, top_p, goal, peak, rate, BLOCK, 1)
+        at = _drawn(aside, n, edge, places, min_p, u, peak, rate, True, BLOCK, 1)
+        token = tl.load(ids + at, mask=at >= 0, other=-1)
+    else:
+        edge, places = _edge(row, vocabulary, low, top_k, top_p, goal, peak, rate, BLOCK, UNROLL)
+        token = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, True, BLOCK, UNROLL)
+    return token
 
 
 @triton.jit
@@ -200,38 +289,22 @@ def _draw(
     G: tl.constexpr,
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     b = t // G
-    row = scores_ptr + t * row_stride
-    token = _best(row, vocabulary, BLOCK).to(tl.int32)
-    if tl.load(whole_ptr + b * 4 + 3) == 0:
-        peak = tl.load(row + token).to(tl.float32)
-        rate = (1.0 / tl.load(reals_ptr + b * 3)).to(tl.float32) * LOG2_E
-        top_p, min_p = tl.load(reals_ptr + b * 3 + 1), tl.load(reals_ptr + b * 3 + 2).to(tl.float32)
-        u = _uniform(
-            tl.load(whole_ptr + b * 4), tl.load(whole_ptr + b * 4 + 1), tl.load(position_ptr + t)
-        )
-        edge, places = tl.full([], -(2**31), tl.int64), tl.zeros([], tl.int64)
-        found = tl.full([], -1, tl.int32)
-        if LIMITED:
-            top_k = tl.minimum(tl.load(whole_ptr + b * 4 + 2), vocabulary)
-            goal, cut, n = _enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK)
-            if n > 0:
-                aside, ids = aside_ptr + t * BLOCK, ids_ptr + t * BLOCK
-                _copy_aside(row, vocabulary, cut, aside, ids, BLOCK)
-                tl.debug_barrier()  # the copies are there
-                edge, places = _edge(
-                    aside, n, ordered(cut).to(tl.int64), top_k, top_p, goal, peak, rate, BLOCK
-                )
-                at = _drawn(aside, n, edge, places, min_p, u, peak, rate, True, BLOCK)
-                found = tl.load(ids + at, mask=at >= 0, other=-1)
-            else:
-                edge, places = _edge(row, vocabulary, edge, top_k, top_p, goal, peak, rate, BLOCK)
-                found = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, True, BLOCK)
-        else:
-            found = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, False, BLOCK)
-        token = tl.where(found < 0, token, found)
+    row, reals, whole = scores_ptr + t * row_stride, reals_ptr + b * 3, whole_ptr + b * 4
+    token = tl.full([], -1, tl.int32)
+    if tl.load(whole + 3) == 0:
+        peak = _peak(row, vocabulary, BLOCK, UNROLL)
+        if tl.abs(peak) < float("inf"):
+            u = _uniform(tl.load(whole), tl.load(whole + 1), tl.load(position_ptr + t))
+            aside, ids = aside_ptr + t * BLOCK, ids_ptr + t * BLOCK
+            token = _sampled(
+                row, vocabulary, peak, reals, whole, u, aside, ids, LIMITED, BLOCK, UNROLL
+            )
+    if token < 0:
+        token = _best(row, vocabulary, BLOCK)
     tl.store(drawn_ptr + t, token.to(tl.int64))
 
 
@@ -264,6 +337,7 @@ def draw(
         G=group,
         LIMITED=limited,
         BLOCK=block,
+        UNROLL=UNROLL,
         num_warps=WARPS if block == BLOCK else 4,
     )
     return drawn_BG
