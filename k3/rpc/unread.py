@@ -2,7 +2,8 @@
 
 Such a peer answers keepalives, so neither the kernel nor gRPC gives it up, and flow control would hold its writer for
 ever. `BoundedContext` ends the handler of a gRPC call, `BoundedConnection` cuts an HTTP connection. Calls are given
-longer: a router held up by its own client must be rid of that client first.
+longer: a router held up by its own client must be rid of that client first, and gRPC opens a window in steps of up to
+some megabytes, so that one message may wait for minutes although the caller, or its client, reads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import grpc.aio
 
 from k3.errors import RequestAborted
 
-CALL_S = 120.0  # for one message of a call
+CALL_S = 600.0  # for one message of a call; as long as a request may take by default
 HTTP_S = 60.0  # for MIN_BYTES of what waits on a connection
 MIN_BYTES = 16 << 10
 CANCEL_S = 1.0  # for the cancellation of a call that ended under a write
