@@ -246,6 +246,7 @@ def test_a_peer_that_floods_its_stream_fails_its_candidate_only() -> None:
         await call.wait_for("start")
         for _ in range(2 * INBOX_LIMIT):
             call.say(accepted=prefill_pb2.Accepted())
+        assert call.is_cancelled, "nobody listens, but the call is open"
         call.die()
 
     async def story(world: World) -> None:
