@@ -28,8 +28,11 @@ from tests.sim.prefill_ranks import (
         ({"pages": [0, 0]}, "destination.pages"),
         ({"pages": [0]}, "destination.pages"),
         ({"pages": [0, N_PEER_PAGES]}, "destination.pages"),
-        ({"rank_pages": [{"rank": 99, "pages": [0, 1]}]}, "destination.rank_pages"),
-        ({"rank_pages": [{"rank": 0, "pages": [0, 1]}] * 2}, "destination.rank_pages"),
+        ({"rank_pages": [prefill_pb2.PageList(rank=99, pages=[0, 1])]}, "destination.rank_pages"),
+        (
+            {"rank_pages": [prefill_pb2.PageList(rank=0, pages=[0, 1])] * 2},
+            "destination.rank_pages",
+        ),
         ({"state_slot": 8}, "destination.state_slot"),
         ({"draft_slot": 8}, "destination.draft_slot"),
         ({"generation": 0}, "destination.generation"),
