@@ -14,6 +14,7 @@ from torch import Tensor
 from k3_kernels.cpu import blocks, library
 from k3_kernels.cpu.calls import pair, rows
 from k3_kernels.cpu.dense import NativeDense, most_tokens
+from k3_kernels.cpu.draw_ops import NativeDraw
 from k3_kernels.cpu.layer_ops import are_packed, packed
 from k3_kernels.drafts import (
     Accepted,
@@ -67,6 +68,10 @@ class NativeDraft(NativeDense):
     def derive_tables(self) -> NativeDerive:
         """Any."""
         return NativeDerive()
+
+    def draw(self) -> NativeDraw:
+        """From scores of any floating dtype."""
+        return NativeDraw()
 
 
 def _check(own: torch.dtype, **floats: Tensor) -> None:

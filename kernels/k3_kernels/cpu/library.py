@@ -23,6 +23,7 @@ SIGNATURES = {
     "k3_draft_context": "ppipip",
     "k3_draft_rows": "ppipppppiii",
     "k3_draft_tokens": "pppippiiii",
+    "k3_draw": "pippppiii",
     "k3_experts": "pippiipipiiiiiddp",
     "k3_attend_chunk": "pippppiiiiiid",
     "k3_gate": "ppipii",
