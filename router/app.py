@@ -107,6 +107,7 @@ def _bare_app(title: str, serving: Serving) -> FastAPI:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     shown = api_error(error)
+    request.app.state.serving.count_error(shown.code)
     response = json_response(shown.body, shown.status)
     response.headers.update(shown.headers)
     return response

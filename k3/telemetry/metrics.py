@@ -229,7 +229,7 @@ class RouterMetrics:
             "k3_router_stage_seconds",
             "Where the time of a generation went.",
             LATENCY_S,
-            stage=("queue", "pair", "prefill", "transfer", "first_decode", "decode"),
+            stage=("queue", "pair", "prefill", "transfer", "decode"),
         )
         self.prompt_tokens = d.counter("k3_router_prompt_tokens_total", "Prompt tokens served.")
         self.generation_tokens = d.counter("k3_router_generation_tokens_total", "Tokens generated.")

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from k3.errors import DeadlineExceeded, QueueFull
+from k3.errors import DeadlineExceeded
 from k3.telemetry import tracing
 from k3.telemetry.metrics import RouterMetrics
 from router.admission import Admission
@@ -50,6 +50,7 @@ REJECTIONS: Mapping[str, str] = {
     "capacity_exceeded": "capacity_exceeded",
     "no_decode_available": "no_instance",
     "no_prefill_available": "no_instance",
+    "draining": "draining",
 }
 
 
@@ -97,11 +98,14 @@ class Serving:
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run rendering and tokenizing beside the event loop. Raises QueueFull."""
-        try:
-            return await self.texts.run(work)
-        except QueueFull:
-            self.metrics.rejected.labels("queue_full").inc()
-            raise
+        return await self.texts.run(work)
+
+    def count_error(self, code: str | None) -> None:
+        """One more error answer; the code says whether it turned a request away."""
+        code = code or "internal_error"
+        self.metrics.errors.labels(code).inc()
+        if code in REJECTIONS:
+            self.metrics.rejected.labels(REJECTIONS[code]).inc()
 
 
 B = TypeVar("B", bound=GenerationBody)
@@ -252,9 +256,7 @@ class GenerationResponse(Response):
         else:
             metrics.finish.labels(outcome).inc()
             if outcome == "error":
-                metrics.errors.labels(code or "internal_error").inc()
-                if code is not None and code in REJECTIONS:
-                    metrics.rejected.labels(REJECTIONS[code]).inc()
+                self._serving.count_error(code)
         metrics.generation_tokens.inc(counts.completion_tokens)
         ends = sorted({choice.end.finish_reason for choice in generation.choices if choice.end})
         log.info(

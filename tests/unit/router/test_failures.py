@@ -14,6 +14,7 @@ from k3.config.router_sections import AdmissionConfig, HttpConfig
 from k3.errors import GroupFailed, QueueFull, RequestRejected, Unavailable
 from k3.v1 import decode_pb2
 from router.fleet.circuit import FAILURES_TO_OPEN
+from router.lifecycle import Phase
 from router.text.folder import ModelFolder
 from router.text.threads import N_THREADS
 from tests.unit.router.conftest import DEADLINE_S, RunningRouter, running_router, until
@@ -254,6 +255,26 @@ async def test_no_more_prompts_wait_to_be_tokenized_than_may_be_served_and_wait(
         free.set()
         await asyncio.gather(*busy)
         assert (await router.client.post(TEXT, json=BODY)).status_code == 200
+
+
+async def test_every_error_answer_is_counted_by_its_code_and_once(router: RunningRouter) -> None:
+    router.decode.script = [GroupFailed("a rank died", code="poison_request")]
+    for path, body in (
+        (TEXT, {}),
+        (TEXT, {**BODY, "model": "another"}),
+        (TEXT, BODY),
+        ("/nowhere", {}),
+    ):
+        await router.client.post(path, json=body)
+    router.router.serving.lifecycle.phase = Phase.REFUSING
+    assert (await router.client.post(TEXT, json=BODY)).status_code == 503
+    metrics = (await router.client.get("/metrics")).text
+    for code in (
+        *("missing_required_parameter", "model_not_found", "poison_request", "not_found"),
+        "draining",
+    ):
+        assert f'k3_router_errors_total{{code="{code}"}} 1.0' in metrics, code
+    assert 'k3_router_rejected_total{reason="draining"} 1.0' in metrics
 
 
 async def test_a_deadline_in_mid_stream_is_an_error_event(router: RunningRouter) -> None:
