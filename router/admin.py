@@ -107,7 +107,8 @@ class Admin:
 
     async def drain_instance(self, request: Request) -> Response:
         """Ask an instance to take nothing new."""
-        has_body = request.headers.get("content-length", "0") != "0"
+        length = request.headers.get("content-length", "0")
+        has_body = length != "0" or "transfer-encoding" in request.headers
         body = await self._serving.reader.read(request, DrainBody) if has_body else DrainBody()
         return await self._set_drain(request, True, body.timeout_s or 0.0)
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from router.text.folder import ModelFolder
 from tests.unit.router.conftest import RunningRouter, running_router, until
 from tests.unit.router.fake_engine import HOLD, FakeEngine
 
-TEXT = "/v1/completions"
+TEXT, JSON = "/v1/completions", {"Content-Type": "application/json"}
 
 
 async def test_operations_answer(router: RunningRouter) -> None:
@@ -108,6 +109,12 @@ async def test_bad_tokenizer_requests_are_refused(
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def in_pieces(*pieces: bytes) -> AsyncIterator[bytes]:
+    """A body whose length is not said."""
+    for piece in pieces:
+        yield piece
+
+
 async def test_operators_see_and_change_the_fleet(router: RunningRouter) -> None:
     second = await FakeEngine(instance_id="decode-b").start()
     async with httpx.AsyncClient(base_url=router.admin_url) as admin:
@@ -126,6 +133,9 @@ async def test_operators_see_and_change_the_fleet(router: RunningRouter) -> None
         drained = await admin.post("/admin/instances/decode-b/drain", json={"timeout_s": 1})
         assert (drained.status_code, drained.json()["draining"]) == (202, True)
         await until(lambda: len(registry.decode_views()) == 1)
+        for sent in (b'{"timeout_s": "soon"}', in_pieces(b'{"timeout_s":', b' "soon"}')):
+            bad = await admin.post("/admin/instances/decode-b/drain", content=sent, headers=JSON)
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "timeout_s")
         assert (await admin.post("/admin/instances/decode-b/undrain")).json()["draining"] is False
         await until(lambda: len(registry.decode_views()) == 2)
         assert (await admin.delete("/admin/instances/decode-b")).status_code == 202
