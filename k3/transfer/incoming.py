@@ -16,7 +16,9 @@ from k3.v1 import plan_pb2, prefill_pb2
 
 Status = plan_pb2.TransferStatus
 MAX_EXPECTED = 4096  # the oldest ones are long over
-MAX_RECORDS = 1 << 16  # of one sender; a higher number is not ours
+MAX_RECORDS = (
+    1 << 16
+)  # of one sender; a higher number is not ours, and a bitmap of so many bits would be memory
 
 
 @dataclass(slots=True)
@@ -124,7 +126,9 @@ class Incoming:
         """Whether the record belongs here; then it is counted. Repeated ones count once."""
         tallies = expected.draft_senders if record.is_draft else expected.senders
         tally = tallies.get(record.sender)
-        if tally is None or record.nonce != expected.nonce or record.seq >= MAX_RECORDS:
+        if tally is None or record.nonce != expected.nonce:
+            return False
+        if max(record.seq + 1, record.total) > MAX_RECORDS:
             return False
         tally.note(record)
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from k3.transfer.incoming import Incoming
+from k3.transfer.incoming import MAX_RECORDS, Incoming
 from k3.transfer.record import Kind, Record
 from k3.v1 import plan_pb2
 
@@ -51,6 +51,14 @@ def test_without_draft_senders_the_rows_count_as_complete_and_their_records_as_f
     incoming = expecting(())
     assert said(incoming.absorb([record(0, 1, is_draft=False)], 0.1)) == [True]
     assert incoming.absorb([record(0, 1, is_draft=True)], 0.2) == []
+    assert incoming.n_foreign == 1
+
+
+@pytest.mark.parametrize(("seq", "total"), [(MAX_RECORDS, 0), (0, MAX_RECORDS + 1), (0, 2**32 - 1)])
+def test_numbers_that_no_sender_of_ours_has_are_foreign(seq: int, total: int):
+    incoming = expecting(())
+    assert incoming.absorb([record(seq, total, is_draft=False)], 0.1) == []
+    assert incoming.overdue(9.0)[0].missing.missing[0].seqs == []
     assert incoming.n_foreign == 1
 
 
