@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decode_svc.capacity import worst_len
 from router.fleet.pairing import (
     InstanceView,
     Need,
@@ -54,6 +55,11 @@ def test_worst_case_is_prompt_output_and_the_slack_of_steps_in_flight(
     need: Need, draft_tokens: int, depth: int, tokens: int
 ) -> None:
     assert worst_tokens(need, draft_tokens, depth) == tokens
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 15), st.integers(1, 3))
+def test_the_router_expects_what_decode_reserves(n: int, m: int, drafts: int, depth: int) -> None:
+    assert worst_tokens(Need(n, m), drafts, depth) == worst_len(n, m, drafts, depth - 1)
 
 
 @given(st.integers(1, 400), st.integers(0, 4), st.integers(1, 3), st.sampled_from([4, 16, 64]))
