@@ -144,12 +144,10 @@ class Pairs:
 
 
 def is_allowed(address: str, patterns: Sequence[str]) -> bool:
-    """Whether configuration lets us dial `address`. Patterns are host:port; `*` stands for any host, port or both."""
+    """Whether configuration lets us dial `address`. Patterns are host:port, each of them `*` for any."""
     host, _, port = address.rpartition(":")
     for pattern in patterns:
         allowed_host, _, allowed_port = pattern.rpartition(":")
-        if pattern == "*":
-            return True
         if _matches(host, allowed_host) and allowed_port in ("*", port):
             return bool(host) and port.isdigit()
     return False
