@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -42,13 +43,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def check(given: str, value: object, *, is_result: bool) -> None:
+    """Raise ConfigError for a value that could only fail, or never end, once everything has run."""
+    if isinstance(value, Path) and not value.parent.is_dir():
+        raise ConfigError(f"{given}: there is no folder {value.parent}")
+    if isinstance(value, Path) and is_result and value.is_dir():
+        raise ConfigError(f"{given} is a folder; name a file")
+    if isinstance(value, float) and not 0 <= value < math.inf:
+        raise ConfigError(f"{given}: expected a number from 0")
+
+
 def main() -> None:
     """Entry point of `k3-bench`."""
     args = parser().parse_args()
     try:
         for name, value in vars(args).items():
-            if isinstance(value, Path) and not value.parent.is_dir():
-                raise ConfigError(f"--{name} {value}: there is no folder {value.parent}")
+            check(f"--{name.replace('_', '-')} {value}", value, is_result=name != "model")
         sys.exit(args.run(args, Console()))
     except K3Error as error:
         sys.stderr.write(f"k3-bench: {error}\n")

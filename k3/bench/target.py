@@ -18,12 +18,25 @@ POLL_S = 0.5
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Flags that name the server."""
-    p.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    p.add_argument(
+        "--url", type=address, default="http://127.0.0.1:8000", help="the server's address"
+    )
     p.add_argument(
         "--local", action="store_true", help="start a cluster for this run instead of --url"
     )
     p.add_argument("--api-key", default="", help="sent as a bearer token")
     p.add_argument("--wait-s", type=float, default=120.0, help="for the server to be ready")
+
+
+def address(text: str) -> str:
+    """Type of --url: where the server is, without a path behind it."""
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise argparse.ArgumentTypeError(f"{text}: expected for example http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 @contextmanager
@@ -61,10 +74,6 @@ def why_not_ready(url: str) -> str | None:
     """None when the router at `url` is ready, else what it, or the connection to it, says."""
     try:
         answer = httpx.get(f"{url}/ready", timeout=10.0, trust_env=False)
-    except httpx.InvalidURL as error:
-        raise K3Error(
-            f"--url {url}: {error}; expected for example http://127.0.0.1:8000"
-        ) from error
     except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
     if answer.status_code == 200:

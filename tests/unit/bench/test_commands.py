@@ -40,6 +40,20 @@ def test_a_result_without_a_folder_to_lie_in_is_refused_first(run, tmp_path: Pat
     assert f"there is no folder {tmp_path / 'nowhere'}" in text
 
 
+def test_a_result_that_would_be_a_folder_is_refused_first(run, tmp_path: Path) -> None:
+    status, text = run("step", "--json", str(tmp_path))
+    assert status == 2
+    assert f"--json {tmp_path} is a folder" in text
+
+
+@pytest.mark.parametrize("flag", ["--rate", "--wait-s", "--slo-ttft-ms"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_number_that_is_none_is_refused_first(run, flag: str, value: str) -> None:
+    status, text = run("serve", f"{flag}={value}")
+    assert status == 2
+    assert f"{flag} {float(value)}: expected a number from 0" in text
+
+
 def test_a_load_of_no_requests_is_refused(run) -> None:
     status, text = run("serve", "--local", "--requests", "0")
     assert status == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from rich.console import Console
 
-from k3.bench.target import await_ready, why_not_ready
+from k3.bench.target import address, await_ready, why_not_ready
 from k3.errors import K3Error
 
 
@@ -68,6 +69,12 @@ def test_nobody_there_is_said() -> None:
     assert "ConnectError" in reason
 
 
-def test_an_address_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(K3Error, match="expected for example"):
-        why_not_ready("http://[::1")
+@pytest.mark.parametrize("text", ["http://[::1", "127.0.0.1:8000", "ftp://a", "http://", ""])
+def test_an_address_that_is_none_is_refused_at_once(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        address(text)
+
+
+@pytest.mark.parametrize("behind", ["", "/", "/v1", "/v1/"])
+def test_the_address_of_the_api_names_its_server(behind: str) -> None:
+    assert address(f"http://127.0.0.1:8000{behind}") == "http://127.0.0.1:8000"
