@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 INT64 = 1 << 63
 MAX_TOKENS = 1 << 31
 
-Probability = Annotated[float, Field(gt=0, le=1)]
+# Of what must not be 0: quotients by it stay finite in float32, and no machine takes it for 0.
+SMALLEST = 1e-20
+
+Probability = Annotated[float, Field(ge=SMALLEST, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -47,7 +50,7 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=SMALLEST, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
