@@ -50,7 +50,7 @@ WIRE_ROLES: Mapping[int, Role] = {
 }
 
 
-class Demand(NamedTuple):
+class Claim(NamedTuple):
     """What one sample holds at most on a decode instance."""
 
     pages: int
@@ -80,7 +80,7 @@ class Instance:
         self.cache = CacheView()
         self._routed = RoutedPrompts()
         self.in_flight = 0
-        self._unseen: list[Demand] = []  # sent, not admitted yet, so in no snapshot
+        self._unseen: list[Claim] = []  # sent, not admitted yet, so in no snapshot
         self._good_probes = 0
 
     @property
@@ -183,14 +183,14 @@ class Instance:
         namespace = hash_chain.namespace(identity.layout_fingerprint, identity.draft_fingerprint)
         return pages.chain(namespace, identity.page_tokens), identity.page_tokens
 
-    def send(self, demand: Demand) -> None:
+    def send(self, claim: Claim) -> None:
         """A sample goes there."""
         self.in_flight += 1
-        self._unseen.append(demand)
+        self._unseen.append(claim)
 
-    def seen(self, demand: Demand) -> None:
+    def seen(self, claim: Claim) -> None:
         """A sample sent there is in the snapshots now."""
-        self._unseen.remove(demand)
+        self._unseen.remove(claim)
 
     def _good_probe(self, now: float) -> None:
         self._good_probes += 1
@@ -239,8 +239,8 @@ class Lease:
         self._decode_id = decode.instance_id  # a restarted one has forgotten us: nothing to undo
         self._prefill = prefill
         self._prefill_id = prefill.instance_id if prefill else ""
-        self._demand: Demand | None = Demand(pages_needed(need, decode.view()), 1)
-        decode.send(self._demand)
+        self._claim: Claim | None = Claim(pages_needed(need, decode.view()), 1)
+        decode.send(self._claim)
         if prefill is not None:
             prefill.in_flight += 1
         if need.pages is not None:
@@ -248,9 +248,9 @@ class Lease:
 
     def admitted(self) -> None:
         """Decode holds the memory: from now on it is in the snapshots."""
-        if self._demand is not None and self._decode.instance_id == self._decode_id:
-            self._decode.seen(self._demand)
-        self._demand = None
+        if self._claim is not None and self._decode.instance_id == self._decode_id:
+            self._decode.seen(self._claim)
+        self._claim = None
 
     def prefilled(self) -> None:
         """The prompt is computed."""
