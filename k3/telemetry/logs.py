@@ -115,7 +115,8 @@ def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
-    return json.dumps(text, ensure_ascii=False) if " " in text or not text else text
+    is_plain = text.isprintable() and " " not in text and text  # a line stays one line
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 class RepeatFilter(logging.Filter):

@@ -73,6 +73,14 @@ def test_text_lines_are_for_people(stream):
     assert 'why="a b"' in line
 
 
+def test_a_field_cannot_begin_a_line_of_its_own(stream):
+    logs.setup("text", "info", "router", stream=stream)
+    log.info("said", extra={"detail": "a\nERROR:forged", "name_": "\x1b[2J", "empty": ""})
+    line = stream.getvalue()
+    assert line.count("\n") == 1
+    assert line.endswith('said detail="a\\nERROR:forged" name_="\\u001b[2J" empty=""\n')
+
+
 def test_one_line_per_request_is_never_left_out(stream):
     logs.setup("json", "info", "router", stream=stream)
     for i in range(3 * logs.BURST):
