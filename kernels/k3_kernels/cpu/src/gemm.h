@@ -107,10 +107,10 @@ template <typename T, bool NARROW>
 static void multiply_as(const T* x, i64 x_stride, const Matrix<T>& w, T* y, i64 y_stride, i64 tokens) {
   const i64 panels = w.panels();
   i64 p = 0;
-  for (; p + PANELS_AT_ONCE <= panels; p += PANELS_AT_ONCE)
-    tokens_of<T, NARROW, PANELS_AT_ONCE>(x, x_stride, w, p, y, y_stride, tokens);
-  if constexpr (PANELS_AT_ONCE > 1)
-    for (; p < panels; ++p) tokens_of<T, NARROW, 1>(x, x_stride, w, p, y, y_stride, tokens);
+  if (PANELS_AT_ONCE > 1 && tokens > 1)  // one alone reads its weights as they follow each other
+    for (; p + PANELS_AT_ONCE <= panels; p += PANELS_AT_ONCE)
+      tokens_of<T, NARROW, PANELS_AT_ONCE>(x, x_stride, w, p, y, y_stride, tokens);
+  for (; p < panels; ++p) tokens_of<T, NARROW, 1>(x, x_stride, w, p, y, y_stride, tokens);
 }
 
 // Tokens whose inputs stay in a core's own cache while all panels are met.
