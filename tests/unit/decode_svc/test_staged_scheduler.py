@@ -71,6 +71,18 @@ def test_every_stage_gets_rows_of_its_own() -> None:
     assert [len(plan.rows) for plan in plans if plan] == [3, 3, 1]
 
 
+def test_rows_take_turns_also_where_one_step_is_in_flight_at_a_time() -> None:
+    s = scheduler(stages=2, n_rows=4, draft_tokens=0)
+    start(s, 4)
+    named = []
+    for _ in range(4):
+        plan = s.plan()
+        assert plan is not None
+        named.append([step.row.index for step in plan.rows])
+        answer(s, plan, dict.fromkeys(range(1, 5), 1))
+    assert named == [[1, 2], [3, 4], [1, 2], [3, 4]]
+
+
 def test_a_lone_request_is_in_one_step_at_a_time() -> None:
     s = scheduler(stages=4, n_rows=2)
     start(s, 1)

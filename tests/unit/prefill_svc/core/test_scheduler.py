@@ -197,6 +197,14 @@ def test_a_short_prompt_passes_a_long_one_within_its_reserve() -> None:
     assert spans(next_plan(s)) == [(1, 64, 52, False), (2, 0, 9, True)]
 
 
+def test_a_reserve_that_is_no_multiple_of_the_alignment_is_rounded_up() -> None:
+    """A quarter of 36 is 9: a short prompt of 12 tokens is complete in one step of chunks in fours."""
+    s = scheduler(budget=36, short=16, n_pages=256)
+    s.submit(1, 500, 0.0)
+    s.submit(2, 12, 0.0)
+    assert spans(next_plan(s)) == [(1, 0, 24, False), (2, 0, 12, True)]
+
+
 def test_a_long_prompt_keeps_its_share_when_many_short_ones_come() -> None:
     s = scheduler(budget=64, short=16, n_pages=256, running=32, queue=64, n_slots=64)
     s.submit(1, 160, 0.0)
