@@ -23,13 +23,14 @@ DECODE = [
     for rows, warps in ((32, 4), (16, 4), (8, 4), (32, 8))
     for fetch in (False, True)
 ]
-TILE = kda_verify.tuned(400)
-FEW = kda_verify.tuned(1, hopper=True)
+TILE = kda_verify.tuned(396)
 VERIFY = [
     TILE,
-    *(replace(TILE, rows=r, channels=c, warps=w) for r, c, w in ((128, 16, 4), (32, 32, 2))),
-    *(replace(FEW, prepare_warps=w) for w in (4, 8)),
-    replace(FEW, hopper=False),
+    *(replace(TILE, hopper=True, prepare_warps=w) for w in (2, 4, 8)),
+    *(
+        replace(TILE, hopper=True, rows=r, channels=c, warps=w)
+        for r, c, w in ((128, 16, 4), (32, 32, 2))
+    ),
     kda_verify.tuned(1 << 20),
 ]
 

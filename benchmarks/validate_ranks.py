@@ -45,7 +45,7 @@ CLASSES = {
     "exchange": ("ncclDevKernel_SendRecv",),
     "gather": ("ncclDevKernel",),  # logits and tokens
     "attention": ("attend", "merge_parts", "_merge", "_project", "_write", "correct", "reach"),
-    "kda": ("_decode", "prepare_each", "prepare_tile", "prepare_few", "_apply"),
+    "kda": ("_decode", "prepare_each", "prepare_tile", "_apply"),
     "experts": ("_inner", "_outer", "_logits", "_choose", "_group", "_sum"),
 }
 LIBRARIES = {"flash_fwd": "attention", "get_mla_metadata": "attention"}

@@ -2,7 +2,7 @@
 
 Convolution, normalisation and gate of the new tokens, their triangular solution, the recorded keys of the last group,
 and what is kept for the next. All that is read is asked for before anything is overwritten, so that a program waits
-for memory twice and not once a token. Results go to a scratch for `kda_verify`.
+for memory twice and not once a token. Results go to a scratch for `kda_verify`, whose `_apply` starts beside this on Hopper.
 
 Letters: G tokens of the group, N recorded ones, T rows of a tile (a power of two), R = 2 T, D channels, W taps. Memory
 of a head: windows [3, D, W - 1], tails [3, TAIL, D], weights [3, W, D], past inputs [3, W - 1, D].
@@ -11,7 +11,7 @@ of a head: windows [3, D, W - 1], tails [3, TAIL, D], weights [3, W, D], past in
 import triton
 import triton.language as tl
 
-from k3_kernels.triton.kda_prepare import log_decay
+from k3_kernels.triton.kda_prepare import fetch, log_decay
 from k3_kernels.triton.kda_solution import solution_of, taken_apart
 
 
@@ -157,6 +157,7 @@ def prepare_tile(
     FACTORED: tl.constexpr,
     FLOATS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):
     """Scratch of a head: keys and queries grown by exp(G), values, recorded keys and their decay, the solution; for
     this kernel alone, keys shrunk by exp(-G) (or plain) and G.
@@ -179,6 +180,11 @@ def prepare_tile(
     values, old = grown + 2 * G * D, grown + 3 * G * D
     answer = old + (N + 1) * D
     shrunk, totals = answer + R * R, answer + R * R + G * D
+    if HOPPER:
+        tl.extra.cuda.gdc_launch_dependents()  # `_apply` waits where it needs this launch
+        fetch(weight, 3 * D * W)
+        for i in tl.static_range(G):
+            fetch(inputs + i * u_token, 3 * D)
 
     for part in tl.static_range(3):
         from_window, from_tail = window + part * wide, tail + part * TAIL * D

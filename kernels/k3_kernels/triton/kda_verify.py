@@ -12,9 +12,9 @@ product is done once for both: (I + A)(I + M)^-1 turns V - P into U (even column
 U, K and g are the group's records. Products are three of tf32: float32 up to the last bits.
 
 Two launches. The first does everything that is per token and leaves it in a scratch: `kda_each` where there are many
-heads, `kda_tokens` where there are few, `kda_few` below one for each processor. `_apply` streams the state. In one kernel every warp that multiplies
-a small matrix would compute it again, and its registers would leave room for two programs on a processor: measured
-2.66 ms where the two take a small fraction. What a program overwrites (records, inputs) it alone has read.
+heads, `kda_tokens` where there are few. `_apply` streams the state. In one kernel every warp that multiplies a small
+matrix would compute it again, and its registers would leave room for two programs on a processor: measured 2.66 ms
+where the two take a small fraction. What a program overwrites (records, inputs) it alone has read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from k3_kernels.reference.group import GroupCache, GroupRule
 from k3_kernels.triton.kda_each import prepare_each
-from k3_kernels.triton.kda_few import prepare_few
 from k3_kernels.triton.kda_tokens import prepare_tile
 from k3_kernels.triton.tf32 import product
 
@@ -122,8 +121,8 @@ def _padded(group: int) -> int:
 class Tuning:
     """Tile of `_apply` (value rows, channels at once, warps); warps of the launch before it and registers of a thread.
 
-    by_tile: that launch takes all tokens of a head at once, otherwise one after the other; few: by `kda_few`, on
-    Hopper beside `_apply`.
+    by_tile: that launch takes all tokens of a head at once, otherwise one after the other; hopper: `_apply` starts
+    beside it.
     """
 
     rows: int
@@ -131,16 +130,16 @@ class Tuning:
     warps: int
     prepare_warps: int
     by_tile: bool
-    few: bool = False
     hopper: bool = False
 
 
 def tuned(programs: int, *, hopper: bool = False) -> Tuning:
     """As measured on an H200 (132 processors): few programs wait for memory, many for instructions."""
-    if programs > 1024:
+    on_each = -(-programs // 132)
+    if on_each > 5:
         return Tuning(64, 32, 4, 1, by_tile=False)
-    few = programs <= 132
-    return Tuning(64, 32, 4, 8 if few else 4, by_tile=True, few=few, hopper=few and hopper)
+    prepare_warps = 8 if on_each == 1 else 4 if on_each <= 3 else 2
+    return Tuning(64, 32, 4, prepare_warps, by_tile=True, hopper=hopper)
 
 
 def verify(
@@ -250,8 +249,5 @@ def _prepare(
         return
     past = u_BGHSD.new_empty(n_rows * heads * 3 * (width - 1) * dim)
     columns = triton.next_power_of_2(width - 1)
-    if tuning.few:
-        state = (cache.states, *cache.states.stride()[:2])
-        prepare_few[grid](*arguments, *state, past, COLUMNS=columns, HOPPER=tuning.hopper, **shape)
-    else:
-        prepare_tile[grid](*arguments, past, COLUMNS=columns, CHANNELS=min(DEPTH, dim), **shape)
+    shape |= {"COLUMNS": columns, "CHANNELS": min(DEPTH, dim), "HOPPER": tuning.hopper}
+    prepare_tile[grid](*arguments, past, **shape)

@@ -15,7 +15,7 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from k3_kernels.triton import attnres, kda_chunk, kda_decode, kda_each, kda_few, kda_tokens, kda_verify
+from k3_kernels.triton import attnres, kda_chunk, kda_decode, kda_each, kda_tokens, kda_verify
 from k3_kernels.triton import mla_message, mla_prefill, moe, norm, route
 
 TYPES = dict.fromkeys(["u_ptr", "raw_ptr", "beta_ptr", "windows_ptr", "tails_ptr", "past_ptr"], "*bf16")
@@ -42,8 +42,7 @@ gate = {"W": 4, "BOUNDED": True}
 build(kda_decode._decode, 4, D=64, ROWS=16, FETCH=True, **gate)
 build(kda_verify._apply, 4, ROWS=64, PDL=True, **sizes)
 build(kda_each.prepare_each, 1, TAIL=1, FACTORED=True, **gate, **sizes)
-build(kda_tokens.prepare_tile, 4, TAIL=1, FACTORED=True, COLUMNS=4, **gate, **sizes)
-build(kda_few.prepare_few, 8, TAIL=1, FACTORED=True, COLUMNS=4, HOPPER=True, **gate, **sizes)
+build(kda_tokens.prepare_tile, 4, TAIL=1, FACTORED=True, COLUMNS=4, HOPPER=True, **gate, **sizes)
 chunk = {"D": 32, "BLOCK": 16, "FLOATS": kda_chunk._floats(32)}
 build(kda_chunk._prepare, 1, CHANNELS=32, FACTORED=True, **chunk)
 build(kda_chunk._scan, 4, ROWS=16, STAGES=2, **chunk)
