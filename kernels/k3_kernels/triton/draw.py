@@ -19,7 +19,8 @@ from torch import Tensor
 from k3_kernels.triton.best import NOTHING, index_of, ordered, ranked, value_of
 
 BLOCK = 1 << 12  # tokens looked at together, at most; as many are copied aside at most
-WARPS, UNROLL = 16, 4
+WARPS = 16
+SEGMENTS = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEAR, FAR = tl.constexpr(6.0), tl.constexpr(18.0)  # below the best, in e-folds: is that enough?
 
@@ -73,20 +74,20 @@ def _best(source, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _peak(source, n, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _peak(source, n, BLOCK: tl.constexpr):
     """The best score."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
+    for start in range(0, n, BLOCK):
         x, _ = _chunk(source, start, n, BLOCK)
         best = tl.maximum(best, x)
     return tl.max(best, 0)
 
 
 @triton.jit
-def _at_least(source, n, edge, peak, rate, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _at_least(source, n, edge, peak, rate, BLOCK: tl.constexpr):
     """How many scores are `edge` or more, as ordered numbers, and what they weigh."""
     count, weight = _zeros(tl.int32, BLOCK), _zeros(tl.float64, BLOCK)
-    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
+    for start in range(0, n, BLOCK):
         x, there = _chunk(source, start, n, BLOCK)
         taken = there & (ordered(x) >= edge)
         count += _few(taken.to(tl.int32), BLOCK)
@@ -105,12 +106,11 @@ def _bisected(
     rate,
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """The largest number in low .. high that at least `goal` tokens, or weight, reach; `low` if none."""
     while low < high:
         middle = low + (high - low + 1) // 2
-        count, weight = _at_least(source, n, middle, peak, rate, BLOCK, UNROLL)
+        count, weight = _at_least(source, n, middle, peak, rate, BLOCK)
         reached = weight if BY_WEIGHT else count.to(tl.float64)
         if reached >= goal:
             low = middle
@@ -120,20 +120,18 @@ def _bisected(
 
 
 @triton.jit
-def _edge(
-    source, n, low, top_k, top_p, goal, peak, rate, BLOCK: tl.constexpr, UNROLL: tl.constexpr
-):
+def _edge(source, n, low, top_k, top_p, goal, peak, rate, BLOCK: tl.constexpr):
     """The lowest score that stays, as ordered number, and how many of those that equal it. goal: weight for top_p."""
     high = ordered(peak).to(tl.int64)
     edge, places = low, n.to(tl.int64)
     if top_k > 0:
         aim = top_k.to(tl.float64)
-        edge = _bisected(source, n, low, high, aim, peak, rate, False, BLOCK, UNROLL)
-        _, weight = _at_least(source, n, edge, peak, rate, BLOCK, UNROLL)
+        edge = _bisected(source, n, low, high, aim, peak, rate, False, BLOCK)
+        _, weight = _at_least(source, n, edge, peak, rate, BLOCK)
         goal = top_p * weight
     if top_p < 1.0:
-        edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK, UNROLL)
-        _, above = _at_least(source, n, edge + 1, peak, rate, BLOCK, UNROLL)
+        edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK)
+        _, above = _at_least(source, n, edge + 1, peak, rate, BLOCK)
         one = _weights(value_of(edge.to(tl.int32)), peak, rate).to(tl.float64)
         share = tl.ceil((goal - above) / one)
         places = tl.where((share > 1.0) & (share <= n), share, 1.0).to(tl.int64)
@@ -166,43 +164,60 @@ def _drawn(
     rate,
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    """Index of the first token up to which more than the share `u` of what stays lies; -1 if none has a weight."""
-    sums, n_equal = _zeros(tl.float64, BLOCK), tl.zeros([], tl.int32)
-    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
-        x, there = _chunk(source, start, n, BLOCK)
-        w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
-        sums += _few(w, BLOCK).to(tl.float64)
-    aim, before, n_equal = u * tl.sum(sums, 0), tl.zeros([], tl.float64), tl.zeros([], tl.int32)
-    start, found = tl.zeros([], tl.int32), tl.full([], -1, tl.int32)
-    lane = tl.arange(0, BLOCK)
+    """Index of the first token up to which more than the share `u` of what stays lies; -1 if none has a weight.
+
+    Sums of long segments say in which one it lies, so that only one is looked at block by block.
+    """
+    length = (n + SEGMENTS * BLOCK - 1) // (SEGMENTS * BLOCK) * BLOCK
+    segment, none = tl.arange(0, SEGMENTS), tl.zeros([SEGMENTS], tl.int32)
+    before_S, equal_S = none.to(tl.float64), none
+    total, n_equal = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    for first in range(0, n, length):
+        is_this = segment == first // length
+        before_S, equal_S = (
+            tl.where(is_this, total, before_S),
+            tl.where(is_this, n_equal, equal_S),
+        )
+        sums, end = _zeros(tl.float64, BLOCK), tl.minimum(first + length, n)
+        for start in range(first, end, BLOCK):
+            x, there = _chunk(source, start, end, BLOCK)
+            w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
+            sums += _few(w, BLOCK).to(tl.float64)
+        total += tl.sum(sums, 0)
+    aim = u * total
+    # The last segment that begins at or before the aim, of those with a weight: each begins where the one before ends.
+    at = tl.sum((before_S <= aim).to(tl.int32) * (segment * length < n).to(tl.int32), 0) - 1
+    at = tl.maximum(at, 0)  # sums that are no numbers
+    here = segment == at
+    before, n_equal = (
+        tl.sum(tl.where(here, before_S, 0.0), 0),
+        tl.sum(tl.where(here, equal_S, 0), 0),
+    )
+    start, end = at * length, tl.minimum(at * length + length, n)
+    found, lane = tl.full([], -1, tl.int32), tl.arange(0, BLOCK)
     last = found  # with a weight: where rounding leaves nobody past the aim
-    x, there = _chunk(source, start, n, BLOCK)
-    while (start < n) & (found < 0):
-        next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
+    while (start < end) & (found < 0):
+        x, there = _chunk(source, start, end, BLOCK)
         w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
-        here = tl.sum(_few(w, BLOCK).to(tl.float64), 0)
-        if before + here > aim:
-            share = before + tl.cumsum(w.to(tl.float64), 0)
-            first = tl.min(tl.where((share > aim) & (w > 0.0), lane, BLOCK), 0)
-            found = tl.where(first < BLOCK, start + first, -1)
-        if here > 0.0:
-            last = start + tl.max(tl.where(w > 0.0, lane, -1), 0)
-        before += here
+        share = before + tl.cumsum(w.to(tl.float64), 0)
+        inside = tl.min(tl.where((share > aim) & (w > 0.0), lane, BLOCK), 0)
+        found = tl.where(inside < BLOCK, start + inside, -1)
+        heavy = tl.max(tl.where(w > 0.0, lane, -1), 0)
+        last = tl.where(heavy >= 0, start + heavy, last)
+        before += tl.sum(_few(w, BLOCK).to(tl.float64), 0)
         start += BLOCK
-        x, there = next_x, next_there
     return tl.where(found < 0, last, found)
 
 
 @triton.jit
 def _copy_aside(source, n, cut, to, ids, BLOCK: tl.constexpr):
-    """Scores from `cut` on and their ids, in order of ids."""
+    """Scores that are not below `cut` and their ids, in order of ids."""
     first = tl.zeros([], tl.int32)
     x, there = _chunk(source, 0, n, BLOCK)
     for start in range(0, n, BLOCK):
         next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
-        taken = (there & (x >= cut)).to(tl.int32)
+        taken = (there & ~(x < cut)).to(tl.int32)
         at = first + tl.cumsum(taken, 0) - 1
         tl.store(to + at, x, mask=taken > 0)
         tl.store(ids + at, start + tl.arange(0, BLOCK), mask=taken > 0)
@@ -211,7 +226,7 @@ def _copy_aside(source, n, cut, to, ids, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr):
     """What top_p has to reach of the whole row; a score from which on there is enough, -inf if unknown, and how many."""
     total, near_w, far_w = (
         _zeros(tl.float64, BLOCK),
@@ -221,10 +236,10 @@ def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr, UNROLL: tl
     near_n, far_n = _zeros(tl.int32, BLOCK), _zeros(tl.int32, BLOCK)
     nats = 1.0 / rate * LOG2_E
     near, far = peak - nats * NEAR, peak - nats * FAR
-    for start in tl.range(0, n, BLOCK, loop_unroll_factor=UNROLL):
+    for start in range(0, n, BLOCK):
         x, there = _chunk(source, start, n, BLOCK)
         w = tl.where(there, _weights(x, peak, rate), 0.0)
-        is_near, is_far = there & (x >= near), there & (x >= far)
+        is_near, is_far = there & ~(x < near), there & ~(x < far)
         total += _few(w, BLOCK).to(tl.float64)
         near_w += _few(tl.where(is_near, w, 0.0), BLOCK).to(tl.float64)
         far_w += _few(tl.where(is_far, w, 0.0), BLOCK).to(tl.float64)
@@ -250,28 +265,27 @@ def _sampled(
     ids,
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """The token drawn from a row; -1 if no token has a weight."""
     rate = (1.0 / tl.load(reals)).to(tl.float32) * LOG2_E
     top_p, min_p = tl.load(reals + 1), tl.load(reals + 2).to(tl.float32)
-    everything = tl.zeros([], tl.int64)
-    if not LIMITED:
-        return _drawn(
-            row, vocabulary, everything, everything, min_p, u, peak, rate, False, BLOCK, UNROLL
-        )
-    top_k = tl.minimum(tl.load(whole + 2), vocabulary)
-    goal, cut, n = _enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK, UNROLL)
-    low = ordered(cut).to(tl.int64)
-    if n <= BLOCK:
-        _copy_aside(row, vocabulary, cut, aside, ids, BLOCK)
-        tl.debug_barrier()  # the copies are there
-        edge, places = _edge(aside, n, low, top_k, top_p, goal, peak, rate, BLOCK, 1)
-        at = _drawn(aside, n, edge, places, min_p, u, peak, rate, True, BLOCK, 1)
-        token = tl.load(ids + at, mask=at >= 0, other=-1)
+    top_k, everything = tl.load(whole + 2), tl.zeros([], tl.int64)
+    is_limited = LIMITED and ((top_k > 0) | (top_p < 1.0))
+    if is_limited:
+        top_k = tl.minimum(top_k, vocabulary)
+        goal, cut, n = _enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK)
+        low = ordered(cut).to(tl.int64)
+        if n <= BLOCK:
+            _copy_aside(row, vocabulary, cut, aside, ids, BLOCK)
+            tl.debug_barrier()  # the copies are there
+            edge, places = _edge(aside, n, low, top_k, top_p, goal, peak, rate, BLOCK)
+            at = _drawn(aside, n, edge, places, min_p, u, peak, rate, True, BLOCK)
+            token = tl.load(ids + at, mask=at >= 0, other=-1)
+        else:
+            edge, places = _edge(row, vocabulary, low, top_k, top_p, goal, peak, rate, BLOCK)
+            token = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, True, BLOCK)
     else:
-        edge, places = _edge(row, vocabulary, low, top_k, top_p, goal, peak, rate, BLOCK, UNROLL)
-        token = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, True, BLOCK, UNROLL)
+        token = _drawn(row, vocabulary, everything, everything, min_p, u, peak, rate, False, BLOCK)
     return token
 
 
@@ -289,20 +303,17 @@ def _draw(
     G: tl.constexpr,
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     b = t // G
     row, reals, whole = scores_ptr + t * row_stride, reals_ptr + b * 3, whole_ptr + b * 4
     token = tl.full([], -1, tl.int32)
     if tl.load(whole + 3) == 0:
-        peak = _peak(row, vocabulary, BLOCK, UNROLL)
+        peak = _peak(row, vocabulary, BLOCK)
         if tl.abs(peak) < float("inf"):
             u = _uniform(tl.load(whole), tl.load(whole + 1), tl.load(position_ptr + t))
             aside, ids = aside_ptr + t * BLOCK, ids_ptr + t * BLOCK
-            token = _sampled(
-                row, vocabulary, peak, reals, whole, u, aside, ids, LIMITED, BLOCK, UNROLL
-            )
+            token = _sampled(row, vocabulary, peak, reals, whole, u, aside, ids, LIMITED, BLOCK)
     if token < 0:
         token = _best(row, vocabulary, BLOCK)
     tl.store(drawn_ptr + t, token.to(tl.int64))
@@ -337,7 +348,6 @@ def draw(
         G=group,
         LIMITED=limited,
         BLOCK=block,
-        UNROLL=UNROLL,
         num_warps=WARPS if block == BLOCK else 4,
     )
     return drawn_BG

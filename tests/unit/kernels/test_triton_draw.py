@@ -64,9 +64,11 @@ def test_a_row_is_drawn_the_same_in_any_company_and_dtype() -> None:
         assert torch.equal(alone.draw(some[b : b + 1].float(), position[:1])[0], together[b])
 
 
+@pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), NEG_INF])
-def test_rows_nobody_should_have_give_some_token(poison: float) -> None:
-    scores = torch.full((REQUESTS, 1, 9), poison)
+def test_rows_nobody_should_have_give_some_token(poison: float, first: int) -> None:
+    scores = torch.zeros(REQUESTS, 1, 9)
+    scores[:, :, first:] = poison
     flavour = Flavour(True, True, True, True, min_p=True)
     drawn = Recipe(params(), flavour, by=draw(TritonDense())).draw(
         scores, torch.zeros(REQUESTS, 1, dtype=torch.int64)
