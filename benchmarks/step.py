@@ -12,6 +12,7 @@ back; its kernels' own times are the profiler's; the wall time is that of the wh
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import shlex
@@ -32,7 +33,7 @@ from step_mix import ROOM, mix_step
 from torch.profiler import ProfilerActivity, profile
 
 from decode_svc.rank.alone import Alone
-from decode_svc.rank.cuda_graphs import GREEDY, CudaGraphs, Sizes
+from decode_svc.rank.cuda_graphs import DRAWN, FILTERED, GREEDY, CudaGraphs, Sizes
 from decode_svc.rank.graphs import StepKey, generous
 from decode_svc.request import RequestSpec
 from k3.config import load
@@ -45,6 +46,11 @@ from k3.types import RequestId, SamplingParams, StopParams
 HERE = Path(__file__).parent
 REPEATS = 50
 SAMPLES = json.loads((EMBEDDED_MODEL / "samples.json").read_text())
+HOW = {
+    "greedy": (SamplingParams(temperature=0.0), GREEDY),
+    "drawn": (SamplingParams(temperature=1.0), DRAWN),
+    "filtered": (SamplingParams(temperature=1.0, top_p=0.95, top_k=40), FILTERED),
+}
 MODES = {"plain": (), "DSpark": ("--drafter", "draft-mla", "--draft-tokens", "7")}
 
 
@@ -216,9 +222,10 @@ def mix(report: Report) -> None:
     """9 KDA and 3 MLA layers: plain steps and verify groups of 8."""
     device = open_device("cuda", 1)
     stage = stand_in()
-    for n_rows, length, group in report.shapes:
+    for how, (n_rows, length, group) in itertools.product(report.draws, report.shapes):
+        sampling, flavour = HOW[how]
         runner = CudaGraphs(device, Sizes.up_to(n_rows, length + ROOM, group), 8)
-        step = mix_step(stage, device, runner, n_rows, length, group)
+        step = mix_step(stage, device, runner, n_rows, length, group, sampling)
         rows = range(1, n_rows + 1)
         earlier = step.launch(rows, length)
         started = time.perf_counter()
@@ -228,8 +235,8 @@ def mix(report: Report) -> None:
             earlier = newer
         earlier.tokens()
         wall = 1e6 * (time.perf_counter() - started) / REPEATS
-        key = StepKey(n_rows, runner.bound(length + group), generous(GREEDY), group, proposes=True)
-        case = f"K3 mix, {n_rows} rows of {length}, {group} tokens"
+        key = StepKey(n_rows, runner.bound(length + group), generous(flavour), group, proposes=True)
+        case = f"K3 mix, {n_rows} rows of {length}, {group} tokens, {how}"
         report.steps.append(_step_time(case, replay_of(runner, key), wall))
         report.write()
         del step, runner
@@ -241,8 +248,10 @@ def mix(report: Report) -> None:
 class Report:
     """What was measured so far, written after every part: a late hang loses nothing."""
 
-    def __init__(self, path: Path, shapes: Sequence[tuple[int, int, int]], top: int) -> None:
-        self.path, self.shapes, self.top = path, shapes, top
+    def __init__(
+        self, path: Path, shapes: Sequence[tuple[int, int, int]], draws: Sequence[str], top: int
+    ) -> None:
+        self.path, self.shapes, self.draws, self.top = path, shapes, draws, top
         self.answers: list[Answers] = []
         self.steps: list[StepTime] = []
 
@@ -316,6 +325,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="on a CPU; --cpu --help tells more")
     parser.add_argument("--sections", default="mini,mix")
     parser.add_argument("--shapes", default="32x32768x8,32x32768x1,8x4096x8", help="of the mix")
+    parser.add_argument("--draws", default="greedy", help=f"of the mix: {', '.join(HOW)}")
     parser.add_argument("--top", action="store_true", help="list the kernels that take most")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
@@ -325,7 +335,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     card = torch.cuda.get_device_name().lower().replace(" ", "-")
     path = arguments.out / f"{datetime.now(UTC):%Y-%m-%d}-step-{card}.md"
-    report = Report(path, shapes, arguments.top)
+    report = Report(path, shapes, arguments.draws.split(","), arguments.top)
     sections = {"mini": mini, "mix": mix}
     for name in arguments.sections.split(","):
         sections[name](report)

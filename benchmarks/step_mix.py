@@ -22,7 +22,13 @@ ROOM = 4096  # tokens a request may grow by
 
 
 def mix_step(
-    stage: Stage, device: Device, runner: GraphRunner, n_rows: int, length: int, group: int
+    stage: Stage,
+    device: Device,
+    runner: GraphRunner,
+    n_rows: int,
+    length: int,
+    group: int,
+    sampling: SamplingParams,
 ) -> VerifyStep:
     """A step of `n_rows` requests that hold `length` tokens, groups of `group`; rows are 1..n_rows.
 
@@ -54,7 +60,7 @@ def mix_step(
                 draft_len=group - 1,
                 pages=pages[row - 1],
                 state_slot=row,
-                sampling=sampling_to_proto(SamplingParams(temperature=0.0)),
+                sampling=sampling_to_proto(sampling),
                 stop=stop_to_proto(StopParams(room)),
             )
         )
