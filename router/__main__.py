@@ -76,7 +76,7 @@ async def _serve(
 ) -> None:
     router = Router(config, folder)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, router.drain.begin)
+        asyncio.get_running_loop().add_signal_handler(number, router.drain.signal)
     await router.run(public, admin)
 
 
@@ -163,7 +163,7 @@ class Router:
             hurry.cancel()
 
     async def _hurry(self, lifecycle: Lifecycle) -> None:
-        await self.drain.asked_again.wait()
+        await self.drain.hurried.wait()
         lifecycle.hurry()
 
     def _serving(self) -> Serving:
@@ -201,15 +201,21 @@ class Router:
 
 
 class Drain:
-    """Asked once the router drains; asked again it ends what is left at once."""
+    """Asked the router drains; at the second signal it ends what is left at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
-        self.asked_again = asyncio.Event()
+        self.hurried = asyncio.Event()
+        self._n_signals = 0
 
     def begin(self) -> None:
-        """What a signal does."""
-        (self.asked_again if self.asked.is_set() else self.asked).set()
+        """Drain; once more changes nothing."""
+        self.asked.set()
+
+    def signal(self) -> None:
+        """What a signal does. The first one is no hurry, even where a drain was asked for before it."""
+        self._n_signals += 1
+        (self.asked if self._n_signals == 1 else self.hurried).set()
 
 
 class _Server(uvicorn.Server):

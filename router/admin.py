@@ -24,6 +24,7 @@ from k3.rpc.status import from_rpc_error
 from k3.v1 import instance_pb2, instance_pb2_grpc
 from router.fleet.instance import Instance, Role
 from router.fleet.registry import Registry
+from router.lifecycle import Phase
 from router.openai.models import json_response
 from router.openai.schemas import Body
 from router.openai.serving import Serving
@@ -128,9 +129,11 @@ class Admin:
         return json_response(state, 202)
 
     async def drain_self(self, request: Request) -> Response:
-        """Start the router's own drain, as SIGTERM does."""
+        """Start the router's own drain, as a first SIGTERM does."""
         self._drain()
-        return json_response({"phase": self._serving.lifecycle.phase.value}, 202)
+        now = self._serving.lifecycle.phase
+        entered = Phase.DRAINING if now is Phase.RUNNING else now  # at the loop's next turn
+        return json_response({"phase": entered.value}, 202)
 
     async def requests(self, request: Request) -> Response:
         """Open generations."""

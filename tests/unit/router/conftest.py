@@ -108,8 +108,8 @@ async def running_router(
                 await running.ready()
             yield running
     finally:
-        router.drain.begin()
-        router.drain.begin()
+        router.drain.signal()
+        router.drain.signal()
         with suppress(asyncio.CancelledError):
             await asyncio.wait_for(task, DEADLINE_S)
         for engine in (*decodes, *prefills):

@@ -158,7 +158,10 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(folder: ModelFo
         running = asyncio.create_task(router.client.post(TEXT, json={"prompt": "x"}))
         await until(lambda: router.decode.n_running == 1)
         async with httpx.AsyncClient(base_url=router.admin_url) as admin:
-            assert (await admin.post("/admin/drain")).status_code == 202
+            for _ in range(2):  # a caller may repeat itself
+                answer = await admin.post("/admin/drain")
+                assert (answer.status_code, answer.json()["phase"] != "running") == (202, True)
+        router.router.drain.signal()  # the platform's own, once the drain is under way
         serving = router.router.serving
         await until(lambda: serving.lifecycle.phase.value == "refusing")
         ready = await router.client.get("/ready")
@@ -174,8 +177,8 @@ async def test_a_second_signal_ends_streams_with_an_error_event(folder: ModelFol
         body = {"prompt": "x", "stream": True}
         running = asyncio.create_task(router.client.post(TEXT, json=body))
         await until(lambda: router.decode.n_running == 1)
-        router.router.drain.begin()
-        router.router.drain.begin()
+        router.router.drain.signal()
+        router.router.drain.signal()
         text = (await running).text
         assert '"code":"draining"' in text
         assert "[DONE]" not in text
