@@ -3,7 +3,8 @@
 Model step only (layers, final norm, head), one thread, embedded model in float32: `rows` verify groups of `group`
 tokens with `--context` tokens cached. Backends take turns of ten steps, so that both see the same machine; of their CPU
 times the lower decile counts, which another process on the core disturbs least. `--compare llama.cpp` measures
-llama.cpp beside ours instead (`compare_llama.py`) and writes a table.
+llama.cpp beside ours instead (`compare_llama.py`) and writes a table. `--library x86-64-v3` is what CPUs without
+AVX-512 run; torch is held to the same by ATEN_CPU_CAPABILITY=avx2.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from compare_llama import compare
 from k3_kernels.api import Backends, select
+from k3_kernels.cpu import build, library
 from llama_child import interpreter
 
 from k3.config.resolve import EMBEDDED_MODEL
@@ -92,11 +94,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--backends", nargs="+", default=["reference", "native"])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--turns", type=int, help="default 6, with --compare 3")
+    parser.add_argument("--library", choices=build.variants(), help="default: this CPU's best")
     parser.add_argument("--compare", choices=["llama.cpp"])
     parser.add_argument("--llama-python", type=Path, help="an interpreter that imports llama_cpp")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
+    if args.library:
+        library.variant = lambda: args.library
     if args.compare is None:
         with torch.inference_mode():
             table(args.backends, args.context, args.turns or 6)
