@@ -3,7 +3,7 @@
 Rules: `k3.sampling.Recipe.draw`. What stays after top_k and top_p is everything above an edge, and the first few of what
 equals it. The edge is found by bisection over scores as ordered numbers, counting tokens for top_k and adding weights for
 top_p. Where few tokens near the best are enough, which is nearly always, they are copied aside in one pass and only they
-are looked at from then on; otherwise the whole row is. Weights are float32, relative to the best, their sums float64 in a
+are looked at from then on; otherwise the whole row is, until few tokens are left that the edge may be. Weights are float32, relative to the best, their sums float64 in a
 fixed order, so a row's token does not depend on what is drawn beside it.
 
 Letters: T = B * G rows of scores, B requests, G group tokens, V vocabulary.
@@ -85,28 +85,35 @@ def _peak(source, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _at_least(source, n, edge, peak, rate, BLOCK: tl.constexpr):
-    """How many scores are `edge` or more, as ordered numbers, and what they weigh."""
+    """How many scores are `edge` or more, given as ordered number, and what they weigh."""
+    least = value_of(edge.to(tl.int32))
     count, weight = _zeros(tl.int32, BLOCK), _zeros(tl.float64, BLOCK)
     for start in range(0, n, BLOCK):
         x, there = _chunk(source, start, n, BLOCK)
-        taken = there & (ordered(x) >= edge)
+        taken = there & (x >= least)
         count += _few(taken.to(tl.int32), BLOCK)
         weight += _few(tl.where(taken, _weights(x, peak, rate), 0.0), BLOCK).to(tl.float64)
     return tl.sum(count, 0), tl.sum(weight, 0)
 
 
 @triton.jit
-def _bisected(
-    source,
-    n,
-    low,
-    high,
-    goal,
-    peak,
-    rate,
-    BY_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _copy_aside(source, n, least, limit, to, ids, BLOCK: tl.constexpr):
+    """Scores that are neither below `least` nor `limit` or more, and their ids, in order of ids."""
+    first = tl.zeros([], tl.int32)
+    x, there = _chunk(source, 0, n, BLOCK)
+    for start in range(0, n, BLOCK):
+        next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
+        taken = (there & ~(x < least) & ~(x >= limit)).to(tl.int32)
+        at = first + tl.cumsum(taken, 0) - 1
+        tl.store(to + at, x, mask=taken > 0)
+        tl.store(ids + at, start + tl.arange(0, BLOCK), mask=taken > 0)
+        first += tl.sum(taken, 0)
+        x, there = next_x, next_there
+    tl.debug_barrier()  # the copies are there
+
+
+@triton.jit
+def _bisected(source, n, low, high, goal, peak, rate, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """The largest number in low .. high that at least `goal` tokens, or weight, reach; `low` if none."""
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -120,17 +127,69 @@ def _bisected(
 
 
 @triton.jit
-def _edge(source, n, low, top_k, top_p, goal, peak, rate, BLOCK: tl.constexpr):
+def _closed_in(
+    row,
+    n,
+    low,
+    high,
+    goal,
+    aside,
+    ids,
+    peak,
+    rate,
+    BY_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`_bisected` for long rows: once few tokens are left in low .. high, only they are looked at."""
+    n_low, n_above, above = n, tl.zeros([], tl.int32), tl.zeros([], tl.float64)
+    while (low < high) & (n_low - n_above > BLOCK):
+        middle = low + (high - low + 1) // 2
+        count, weight = _at_least(row, n, middle, peak, rate, BLOCK)
+        reached = weight if BY_WEIGHT else count.to(tl.float64)
+        if reached >= goal:
+            low, n_low = middle, count
+        else:
+            high, n_above, above = middle - 1, count, reached
+    if low < high:
+        least, limit = value_of(low.to(tl.int32)), value_of((high + 1).to(tl.int32))
+        _copy_aside(row, n, least, limit, aside, ids, BLOCK)
+        left = n_low - n_above
+        low = _bisected(aside, left, low, high, goal - above, peak, rate, BY_WEIGHT, BLOCK)
+        tl.debug_barrier()  # the place may be used again
+    return low
+
+
+@triton.jit
+def _edge(
+    source,
+    n,
+    low,
+    top_k,
+    top_p,
+    goal,
+    aside,
+    ids,
+    peak,
+    rate,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The lowest score that stays, as ordered number, and how many of those that equal it. goal: weight for top_p."""
     high = ordered(peak).to(tl.int64)
     edge, places = low, n.to(tl.int64)
     if top_k > 0:
         aim = top_k.to(tl.float64)
-        edge = _bisected(source, n, low, high, aim, peak, rate, False, BLOCK)
+        if FEW:
+            edge = _bisected(source, n, low, high, aim, peak, rate, False, BLOCK)
+        else:
+            edge = _closed_in(source, n, low, high, aim, aside, ids, peak, rate, False, BLOCK)
         _, weight = _at_least(source, n, edge, peak, rate, BLOCK)
         goal = top_p * weight
     if top_p < 1.0:
-        edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK)
+        if FEW:
+            edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK)
+        else:
+            edge = _closed_in(source, n, edge, high, goal, aside, ids, peak, rate, True, BLOCK)
         _, above = _at_least(source, n, edge + 1, peak, rate, BLOCK)
         one = _weights(value_of(edge.to(tl.int32)), peak, rate).to(tl.float64)
         share = tl.ceil((goal - above) / one)
@@ -211,21 +270,6 @@ def _drawn(
 
 
 @triton.jit
-def _copy_aside(source, n, cut, to, ids, BLOCK: tl.constexpr):
-    """Scores that are not below `cut` and their ids, in order of ids."""
-    first = tl.zeros([], tl.int32)
-    x, there = _chunk(source, 0, n, BLOCK)
-    for start in range(0, n, BLOCK):
-        next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
-        taken = (there & ~(x < cut)).to(tl.int32)
-        at = first + tl.cumsum(taken, 0) - 1
-        tl.store(to + at, x, mask=taken > 0)
-        tl.store(ids + at, start + tl.arange(0, BLOCK), mask=taken > 0)
-        first += tl.sum(taken, 0)
-        x, there = next_x, next_there
-
-
-@triton.jit
 def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr):
     """What top_p has to reach of the whole row; a score from which on there is enough, -inf if unknown, and how many."""
     total, near_w, far_w = (
@@ -276,13 +320,16 @@ def _sampled(
         goal, cut, n = _enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK)
         low = ordered(cut).to(tl.int64)
         if n <= BLOCK:
-            _copy_aside(row, vocabulary, cut, aside, ids, BLOCK)
-            tl.debug_barrier()  # the copies are there
-            edge, places = _edge(aside, n, low, top_k, top_p, goal, peak, rate, BLOCK)
+            _copy_aside(row, vocabulary, cut, float("inf"), aside, ids, BLOCK)
+            edge, places = _edge(
+                aside, n, low, top_k, top_p, goal, aside, ids, peak, rate, True, BLOCK
+            )
             at = _drawn(aside, n, edge, places, min_p, u, peak, rate, True, BLOCK)
             token = tl.load(ids + at, mask=at >= 0, other=-1)
         else:
-            edge, places = _edge(row, vocabulary, low, top_k, top_p, goal, peak, rate, BLOCK)
+            edge, places = _edge(
+                row, vocabulary, low, top_k, top_p, goal, aside, ids, peak, rate, False, BLOCK
+            )
             token = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, True, BLOCK)
     else:
         token = _drawn(row, vocabulary, everything, everything, min_p, u, peak, rate, False, BLOCK)
