@@ -44,10 +44,14 @@ class Run:
         if self.tokenizer.exists():
             return
         ranks = tokenizer.train(texts(n_samples=self.recipe.tokenizer_samples))
-        tokenizer.write_tiktoken(ranks, self.tokenizer)
+        part = self.tokenizer.with_suffix(".part")
+        tokenizer.write_tiktoken(ranks, part)
+        part.rename(self.tokenizer)
 
     def train_target(self, until: int | None = None) -> None:
         """Train or resume, then export the folder and plot the loss."""
+        if not self.tokenizer.exists():
+            raise FileNotFoundError(f"{self.tokenizer}: run the tokenizer phase first")
         run = TargetRun(self.recipe.target, self.folder / "checkpoints", self.device)
         with fixed_order(self.repeatable):
             run.run(self.tokenizer, until)

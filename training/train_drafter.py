@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from training import checkpoint
 from training.draft_data import Store
 from training.drafter import (
     Blocks,
@@ -32,7 +33,8 @@ class DrafterRun:
     """One flavour's run; checkpoints go to `folder`."""
 
     def __init__(self, model: Model, recipe: DrafterRecipe, dims: DraftDims, folder: Path) -> None:
-        self.model, self.recipe, self.dims, self.folder = model, recipe, dims, folder
+        self.model, self.recipe, self.dims = model, recipe, dims
+        self.file = folder / f"draft-{dims.flavour}.safetensors"
         self.device = model.device
         self.drafter = Drafter(dims)
         values = {n: v.to(self.device) for n, v in initial(dims, recipe.seed).items()}
@@ -152,22 +154,13 @@ class DrafterRun:
             )
 
     def _checkpoint(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / f"draft-{self.dims.flavour}.part"
-        save_file({n: v.contiguous() for n, v in self.optimizer.state().items()}, part)
-        part.rename(self.folder / f"draft-{self.dims.flavour}.safetensors")
-        (self.folder / f"draft-{self.dims.flavour}.json").write_text(
-            json.dumps({"step": self.step, "log": self.log})
-        )
+        checkpoint.save(self.file, self.optimizer.state(), self.recipe, self.step, self.log)
 
     def _resume(self) -> None:
-        file = self.folder / f"draft-{self.dims.flavour}.json"
-        if file.exists():
-            saved = json.loads(file.read_text())
-            self.optimizer.restore(
-                load_file(self.folder / f"draft-{self.dims.flavour}.safetensors")
-            )
-            self.step, self.log = saved["step"], saved["log"]
+        saved = checkpoint.resume(self.file, self.recipe)
+        if saved is not None:
+            state, self.step, self.log = saved
+            self.optimizer.restore(state)
 
     def export(self, out: Path) -> None:
         """Write `config.json` and bf16 `model.safetensors` (vectors and confidence too, as published drafts do)."""

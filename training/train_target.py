@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from training import checkpoint
 from training.data.packing import Batch, Feed, Plan
 from training.dims import Dims
 from training.export import to_hf, write_shards
@@ -25,7 +25,7 @@ class TargetRun:
     """One training run of the target in `folder`; `device` decides kernels, precision and compilation."""
 
     def __init__(self, recipe: TargetRecipe, folder: Path, device: torch.device) -> None:
-        self.recipe, self.folder, self.device = recipe, folder, device
+        self.recipe, self.file, self.device = recipe, folder / "target.safetensors", device
         self.dims = Dims.of(model_config())
         on_gpu = device.type == "cuda"
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -113,22 +113,14 @@ class TargetRun:
             raise FloatingPointError(f"loss is not finite at step {self.step}; lower the rates")
 
     def _checkpoint(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        state = {name: value.contiguous() for name, value in self.optimizer.state().items()}
-        metadata = {"step": str(self.step), "recipe": repr(self.recipe)}
-        part = self.folder / "target.part"
-        save_file(state, part, metadata=metadata)
-        part.rename(self.folder / "target.safetensors")
-        (self.folder / "target.json").write_text(json.dumps({"step": self.step, "log": self.log}))
+        checkpoint.save(self.file, self.optimizer.state(), self.recipe, self.step, self.log)
 
     def _resume(self) -> None:
-        file = self.folder / "target.json"
-        if not file.exists():
-            return
-        saved = json.loads(file.read_text())
-        self.optimizer.restore(load_file(self.folder / "target.safetensors"))
-        self.step, self.log = saved["step"], saved["log"]
-        print(f"target: resumed at step {self.step}", flush=True)
+        saved = checkpoint.resume(self.file, self.recipe)
+        if saved is not None:
+            state, self.step, self.log = saved
+            self.optimizer.restore(state)
+            print(f"target: resumed at step {self.step}", flush=True)
 
     def values(self) -> dict[str, Tensor]:
         """fp32 values by name."""
