@@ -48,7 +48,7 @@ class TargetRun:
         """Train up to step `until` (default: all), from the last checkpoint if there is one."""
         self._resume()
         recipe = self.recipe
-        until = until or recipe.n_steps
+        until = min(until or recipe.n_steps, recipe.n_steps)
         plan = Plan(recipe.n_tokens, recipe.n_steps, recipe.seed, recipe.mixture, tokenizer)
         began, pending = time.monotonic(), []
         with Feed(plan, recipe.n_workers, self.step) as feed:
