@@ -218,7 +218,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                     speculation=convert.speculation_to_proto(e.speculation),
                 )
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter while an event is being sent
             e.n_cancelled += 1
             e.cancelled.set()
             raise
