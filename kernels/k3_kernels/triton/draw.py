@@ -1,10 +1,7 @@
 """Tokens drawn from scores, one program per row: temperature, top_k, top_p, min_p and the draw, without a sort.
 
-Rules: `k3.sampling.Recipe.draw`. What stays after top_k and top_p is everything above an edge, and the first few of what
-equals it. The edge is found by bisection over scores as ordered numbers, counting tokens for top_k and adding weights for
-top_p. Where few tokens near the best are enough, which is nearly always, they are copied aside in one pass and only they
-are looked at from then on; otherwise the whole row is, until few tokens are left that the edge may be. Weights are float32, relative to the best, their sums float64 in a
-fixed order, so a row's token does not depend on what is drawn beside it.
+Rules: `k3.sampling.Recipe.draw`; what top_k and top_p leave: `draw_edge.py`. Sums have a fixed order, so a row's token does
+not depend on what is drawn beside it.
 
 Letters: T = B * G rows of scores, B requests, G group tokens, V vocabulary.
 """
@@ -16,13 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_kernels.triton.best import NOTHING, index_of, ordered, ranked, value_of
+from k3_kernels.triton.best import NOTHING, index_of, ordered, ranked
+from k3_kernels.triton.draw_edge import (
+    LOG2_E,
+    chunk,
+    copy_aside,
+    edge_of,
+    enough,
+    no_sums,
+    summed,
+    weights_of,
+)
 
 BLOCK = 1 << 12  # tokens looked at together, at most; as many are copied aside at most
 WARPS = 16
 SEGMENTS = tl.constexpr(16)
-LOG2_E = tl.constexpr(1.4426950408889634)
-NEAR, FAR = tl.constexpr(6.0), tl.constexpr(18.0)  # below the best, in e-folds: is that enough?
 
 
 @triton.jit
@@ -36,38 +41,11 @@ def _uniform(seed, sample, position):
 
 
 @triton.jit
-def _weights(x, peak, rate):
-    """exp(rate (x - peak)) in base 2."""
-    return tl.exp2((x - peak) * rate)
-
-
-@triton.jit
-def _chunk(source, start, n, BLOCK: tl.constexpr):
-    """Scores from `start` on, float32, and which of them there are."""
-    at = start + tl.arange(0, BLOCK)
-    there = at < n
-    return tl.load(source + at, mask=there, other=float("-inf")).to(tl.float32), there
-
-
-@triton.jit
-def _few(values, BLOCK: tl.constexpr):
-    """Sums of neighbours, which one thread holds."""
-    few: tl.constexpr = 8 if BLOCK >= 256 else 1
-    return tl.sum(tl.reshape(values, [BLOCK // few, few]), 1)
-
-
-@triton.jit
-def _zeros(dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """What sums of `_few` are added to."""
-    return tl.zeros([BLOCK // 8 if BLOCK >= 256 else BLOCK], dtype)
-
-
-@triton.jit
 def _best(source, n, BLOCK: tl.constexpr):
     """Id of the first of the best."""
     best = tl.full([BLOCK], NOTHING, tl.int64)
     for start in range(0, n, BLOCK):
-        x, there = _chunk(source, start, n, BLOCK)
+        x, there = chunk(source, start, n, BLOCK)
         number = ranked(x, start + tl.arange(0, BLOCK))
         best = tl.maximum(best, tl.where(there, number, NOTHING))
     return index_of(tl.max(best, 0)).to(tl.int32)
@@ -78,129 +56,15 @@ def _peak(source, n, BLOCK: tl.constexpr):
     """The best score."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, n, BLOCK):
-        x, _ = _chunk(source, start, n, BLOCK)
+        x, _ = chunk(source, start, n, BLOCK)
         best = tl.maximum(best, x)
     return tl.max(best, 0)
 
 
 @triton.jit
-def _at_least(source, n, edge, peak, rate, BLOCK: tl.constexpr):
-    """How many scores are `edge` or more, given as ordered number, and what they weigh."""
-    least = value_of(edge.to(tl.int32))
-    count, weight = _zeros(tl.int32, BLOCK), _zeros(tl.float64, BLOCK)
-    for start in range(0, n, BLOCK):
-        x, there = _chunk(source, start, n, BLOCK)
-        taken = there & (x >= least)
-        count += _few(taken.to(tl.int32), BLOCK)
-        weight += _few(tl.where(taken, _weights(x, peak, rate), 0.0), BLOCK).to(tl.float64)
-    return tl.sum(count, 0), tl.sum(weight, 0)
-
-
-@triton.jit
-def _copy_aside(source, n, least, limit, to, ids, BLOCK: tl.constexpr):
-    """Scores that are neither below `least` nor `limit` or more, and their ids, in order of ids."""
-    first = tl.zeros([], tl.int32)
-    x, there = _chunk(source, 0, n, BLOCK)
-    for start in range(0, n, BLOCK):
-        next_x, next_there = _chunk(source, start + BLOCK, n, BLOCK)
-        taken = (there & ~(x < least) & ~(x >= limit)).to(tl.int32)
-        at = first + tl.cumsum(taken, 0) - 1
-        tl.store(to + at, x, mask=taken > 0)
-        tl.store(ids + at, start + tl.arange(0, BLOCK), mask=taken > 0)
-        first += tl.sum(taken, 0)
-        x, there = next_x, next_there
-    tl.debug_barrier()  # the copies are there
-
-
-@triton.jit
-def _bisected(source, n, low, high, goal, peak, rate, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest number in low .. high that at least `goal` tokens, or weight, reach; `low` if none."""
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        count, weight = _at_least(source, n, middle, peak, rate, BLOCK)
-        reached = weight if BY_WEIGHT else count.to(tl.float64)
-        if reached >= goal:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _closed_in(
-    row,
-    n,
-    low,
-    high,
-    goal,
-    aside,
-    ids,
-    peak,
-    rate,
-    BY_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """`_bisected` for long rows: once few tokens are left in low .. high, only they are looked at."""
-    n_low, n_above, above = n, tl.zeros([], tl.int32), tl.zeros([], tl.float64)
-    while (low < high) & (n_low - n_above > BLOCK):
-        middle = low + (high - low + 1) // 2
-        count, weight = _at_least(row, n, middle, peak, rate, BLOCK)
-        reached = weight if BY_WEIGHT else count.to(tl.float64)
-        if reached >= goal:
-            low, n_low = middle, count
-        else:
-            high, n_above, above = middle - 1, count, reached
-    if low < high:
-        least, limit = value_of(low.to(tl.int32)), value_of((high + 1).to(tl.int32))
-        _copy_aside(row, n, least, limit, aside, ids, BLOCK)
-        left = n_low - n_above
-        low = _bisected(aside, left, low, high, goal - above, peak, rate, BY_WEIGHT, BLOCK)
-        tl.debug_barrier()  # the place may be used again
-    return low
-
-
-@triton.jit
-def _edge(
-    source,
-    n,
-    low,
-    top_k,
-    top_p,
-    goal,
-    aside,
-    ids,
-    peak,
-    rate,
-    FEW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The lowest score that stays, as ordered number, and how many of those that equal it. goal: weight for top_p."""
-    high = ordered(peak).to(tl.int64)
-    edge, places = low, n.to(tl.int64)
-    if top_k > 0:
-        aim = top_k.to(tl.float64)
-        if FEW:
-            edge = _bisected(source, n, low, high, aim, peak, rate, False, BLOCK)
-        else:
-            edge = _closed_in(source, n, low, high, aim, aside, ids, peak, rate, False, BLOCK)
-        _, weight = _at_least(source, n, edge, peak, rate, BLOCK)
-        goal = top_p * weight
-    if top_p < 1.0:
-        if FEW:
-            edge = _bisected(source, n, edge, high, goal, peak, rate, True, BLOCK)
-        else:
-            edge = _closed_in(source, n, edge, high, goal, aside, ids, peak, rate, True, BLOCK)
-        _, above = _at_least(source, n, edge + 1, peak, rate, BLOCK)
-        one = _weights(value_of(edge.to(tl.int32)), peak, rate).to(tl.float64)
-        share = tl.ceil((goal - above) / one)
-        places = tl.where((share > 1.0) & (share <= n), share, 1.0).to(tl.int64)
-    return edge, places
-
-
-@triton.jit
 def _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED: tl.constexpr):
     """Weights of a chunk, 0 where a token does not stay; and how many equalled the edge up to here."""
-    weight = _weights(x, peak, rate)
+    weight = weights_of(x, peak, rate)
     stays = there & (weight >= min_p)
     if LIMITED:
         number = ordered(x).to(tl.int64)
@@ -238,12 +102,12 @@ def _drawn(
             tl.where(is_this, total, before_S),
             tl.where(is_this, n_equal, equal_S),
         )
-        sums, end = _zeros(tl.float64, BLOCK), tl.minimum(first + length, n)
+        here, end = no_sums(tl.float64, BLOCK), tl.minimum(first + length, n)
         for start in range(first, end, BLOCK):
-            x, there = _chunk(source, start, end, BLOCK)
+            x, there = chunk(source, start, end, BLOCK)
             w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
-            sums += _few(w, BLOCK).to(tl.float64)
-        total += tl.sum(sums, 0)
+            here += summed(w, BLOCK).to(tl.float64)
+        total += tl.sum(here, 0)
     aim = u * total
     # The last segment that begins at or before the aim, of those with a weight: each begins where the one before ends.
     at = tl.sum((before_S <= aim).to(tl.int32) * (segment * length < n).to(tl.int32), 0) - 1
@@ -257,44 +121,16 @@ def _drawn(
     found, lane = tl.full([], -1, tl.int32), tl.arange(0, BLOCK)
     last = found  # with a weight: where rounding leaves nobody past the aim
     while (start < end) & (found < 0):
-        x, there = _chunk(source, start, end, BLOCK)
+        x, there = chunk(source, start, end, BLOCK)
         w, n_equal = _staying(x, there, edge, places, n_equal, min_p, peak, rate, LIMITED)
         share = before + tl.cumsum(w.to(tl.float64), 0)
         inside = tl.min(tl.where((share > aim) & (w > 0.0), lane, BLOCK), 0)
         found = tl.where(inside < BLOCK, start + inside, -1)
         heavy = tl.max(tl.where(w > 0.0, lane, -1), 0)
         last = tl.where(heavy >= 0, start + heavy, last)
-        before += tl.sum(_few(w, BLOCK).to(tl.float64), 0)
+        before += tl.sum(summed(w, BLOCK).to(tl.float64), 0)
         start += BLOCK
     return tl.where(found < 0, last, found)
-
-
-@triton.jit
-def _enough(source, n, top_k, top_p, peak, rate, BLOCK: tl.constexpr):
-    """What top_p has to reach of the whole row; a score from which on there is enough, -inf if unknown, and how many."""
-    total, near_w, far_w = (
-        _zeros(tl.float64, BLOCK),
-        _zeros(tl.float64, BLOCK),
-        _zeros(tl.float64, BLOCK),
-    )
-    near_n, far_n = _zeros(tl.int32, BLOCK), _zeros(tl.int32, BLOCK)
-    nats = 1.0 / rate * LOG2_E
-    near, far = peak - nats * NEAR, peak - nats * FAR
-    for start in range(0, n, BLOCK):
-        x, there = _chunk(source, start, n, BLOCK)
-        w = tl.where(there, _weights(x, peak, rate), 0.0)
-        is_near, is_far = there & ~(x < near), there & ~(x < far)
-        total += _few(w, BLOCK).to(tl.float64)
-        near_w += _few(tl.where(is_near, w, 0.0), BLOCK).to(tl.float64)
-        far_w += _few(tl.where(is_far, w, 0.0), BLOCK).to(tl.float64)
-        near_n += _few(is_near.to(tl.int32), BLOCK)
-        far_n += _few(is_far.to(tl.int32), BLOCK)
-    goal = top_p * tl.sum(total, 0)
-    n_near, n_far = tl.sum(near_n, 0), tl.sum(far_n, 0)
-    has_near = tl.where(top_k > 0, n_near >= top_k, tl.sum(near_w, 0) >= goal)
-    has_far = tl.where(top_k > 0, n_far >= top_k, tl.sum(far_w, 0) >= goal)
-    cut = tl.where(has_near, near, tl.where(has_far, far, float("-inf")))
-    return goal, cut, tl.where(has_near, n_near, tl.where(has_far, n_far, n))
 
 
 @triton.jit
@@ -317,18 +153,18 @@ def _sampled(
     is_limited = LIMITED and ((top_k > 0) | (top_p < 1.0))
     if is_limited:
         top_k = tl.minimum(top_k, vocabulary)
-        goal, cut, n = _enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK)
+        goal, cut, n = enough(row, vocabulary, top_k, top_p, peak, rate, BLOCK)
         low = ordered(cut).to(tl.int64)
         if n <= BLOCK:
-            _copy_aside(row, vocabulary, cut, float("inf"), aside, ids, BLOCK)
-            edge, places = _edge(
-                aside, n, low, top_k, top_p, goal, aside, ids, peak, rate, True, BLOCK
+            copy_aside(row, vocabulary, cut, float("inf"), aside, ids, BLOCK)
+            edge, places = edge_of(
+                aside, n, low, n, top_k, top_p, goal, aside, ids, peak, rate, True, BLOCK
             )
             at = _drawn(aside, n, edge, places, min_p, u, peak, rate, True, BLOCK)
             token = tl.load(ids + at, mask=at >= 0, other=-1)
         else:
-            edge, places = _edge(
-                row, vocabulary, low, top_k, top_p, goal, aside, ids, peak, rate, False, BLOCK
+            edge, places = edge_of(
+                row, vocabulary, low, n, top_k, top_p, goal, aside, ids, peak, rate, False, BLOCK
             )
             token = _drawn(row, vocabulary, edge, places, min_p, u, peak, rate, True, BLOCK)
     else:
