@@ -18,6 +18,31 @@ TokenId = NewType("TokenId", int)
 NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
+class Range(NamedTuple):
+    """What a number may be, both ends included: neither NaN nor an infinity lies in one."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.least:g}..{self.most:g}"
+
+
+# Of what must not be 0: quotients by it stay finite in float32, and no machine takes it for 0.
+SMALLEST = 1e-20
+SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "temperature": Range(0, 2),
+        "top_p": Range(SMALLEST, 1),
+        "min_p": Range(0, 1),
+        "presence_penalty": Range(-2, 2),
+        "frequency_penalty": Range(-2, 2),
+        "repetition_penalty": Range(SMALLEST, 2),
+        "logit_bias": Range(-100, 100),
+    }
+)
+
+
 class FinishReason(Enum):
     """Why a generation ended; the values are what OpenAI clients see."""
 

@@ -11,17 +11,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from k3.types import SAMPLING_RANGES
+
 INT64 = 1 << 63
 MAX_TOKENS = 1 << 31
 
-# Of what must not be 0: quotients by it stay finite in float32, and no machine takes it for 0.
-SMALLEST = 1e-20
 
-Probability = Annotated[float, Field(ge=SMALLEST, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+def _in_range(name: str) -> Any:
+    """The constraint of a sampling parameter, the one engines judge by too."""
+    least, most = SAMPLING_RANGES[name]
+    return Field(ge=least, le=most)
+
+
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, _in_range("logit_bias")]
 JsonObject = dict[str, Any]
 
 
@@ -44,13 +48,13 @@ class GenerationBody(Body):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=MAX_TOKENS)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
+    temperature: Annotated[float, _in_range("temperature")] | None = None
+    top_p: Annotated[float, _in_range("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=SMALLEST, le=2)] | None = None
+    min_p: Annotated[float, _in_range("min_p")] | None = None
+    presence_penalty: Annotated[float, _in_range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _in_range("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, _in_range("repetition_penalty")] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None

@@ -49,9 +49,13 @@ def test_a_plain_request_passes() -> None:
         ),
         (sampling(temperature=-0.1), "sampling.temperature"),
         (sampling(temperature=float("nan")), "sampling.temperature"),
+        (sampling(temperature=2.1), "sampling.temperature"),
         (sampling(top_p=0.0), "sampling.top_p"),
+        (sampling(top_p=1e-320), "sampling.top_p"),
         (sampling(min_p=1.5), "sampling.min_p"),
         (sampling(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (sampling(repetition_penalty=1e-40), "sampling.repetition_penalty"),
+        (sampling(repetition_penalty=1e39), "sampling.repetition_penalty"),
         (sampling(repetition_penalty=float("inf")), "sampling.repetition_penalty"),
         (sampling(presence_penalty=float("nan")), "sampling.presence_penalty"),
         (sampling(frequency_penalty=float("-inf")), "sampling.frequency_penalty"),
@@ -65,6 +69,12 @@ def test_a_faulty_field_is_named(fields: dict[str, object], param: str) -> None:
     with pytest.raises(RequestRejected) as caught:
         check(start(**fields))
     assert caught.value.param == param
+
+
+def test_a_number_out_of_its_range_is_told_the_range() -> None:
+    with pytest.raises(RequestRejected, match=r"penalty: 1e-40, expected 1e-20\.\.2$"):
+        check(start(**sampling(repetition_penalty=1e-40)))
+    check(start(**sampling(repetition_penalty=1e-20, top_p=1e-20, temperature=2.0)))
 
 
 @pytest.mark.parametrize("fields", [{"proto_version": 2}, {"layout_fingerprint": "g"}])
