@@ -10,11 +10,10 @@ import orjson
 
 from k3.errors import ModelError
 from k3.model.fields import Fields
+from k3.types import SAMPLING_RANGES
 from router.text.chat_format import ChatFormat, load_chat_format
 from router.text.template import Template
 from router.text.tokenizer import Tokenizer
-
-MAX_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,9 @@ def _temperature(generation: Fields) -> float:
     given = generation.nullable_number("temperature")
     if given is None:
         return 1.0
-    if not 0 <= given <= MAX_TEMPERATURE:
-        raise generation.error("temperature", given, f"0..{MAX_TEMPERATURE:g}")
+    allowed = SAMPLING_RANGES["temperature"]
+    if not allowed.least <= given <= allowed.most:
+        raise generation.error("temperature", given, str(allowed))
     return given
 
 
