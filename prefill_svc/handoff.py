@@ -112,10 +112,10 @@ class Handoff:
                 text = f"message {other!r} is not expected after Start"
                 self._drain(export, RequestRejected(text, param="message"))
 
-    def lost(self, export: Export) -> None:
-        """The stream is gone: as an abort, but nobody can be told."""
+    def lost(self, export: Export, why: K3Error | None = None) -> None:
+        """Nothing more comes over the stream: as an abort. why: None where nobody can be told."""
         if export.phase not in (Phase.DRAINING, Phase.ENDED):
-            self._drain(export, RequestAborted("the stream was lost"))
+            self._drain(export, why or RequestAborted("the stream was lost"))
 
     def quiesce(self, request: prefill_pb2.QuiesceRequest) -> list[prefill_pb2.QuiesceState]:
         """State of transfers whose stream was lost, in the order asked; running ones are aborted."""

@@ -107,5 +107,7 @@ async def _read(
     try:
         async for message in messages:
             life.handoff.receive(export, message)
+    except RequestRejected as error:  # bytes that are no message
+        life.handoff.lost(export, error)
     finally:
         life.handoff.lost(export)

@@ -19,9 +19,10 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from k3.config.tree import ServeConfig
-from k3.errors import ConfigError, DeadlineExceeded, K3Error, PortInUse
+from k3.errors import ConfigError, DeadlineExceeded, K3Error, PortInUse, RequestRejected
 from k3.rpc.client import MAX_MESSAGE_BYTES
 from k3.rpc.status import INTERNAL, status_of, to_grpc, trailing_metadata
 from k3.rpc.unread import CALL_S, BoundedContext
@@ -154,7 +155,10 @@ class CallFrame(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        frame = _Frame(str(handler_call_details.method), self._unread_s)
+        read = _reader(handler.request_deserializer)
+        # A single request is read inside the frame, as those of a stream are: what that raises is the call's end.
+        within, without = (None, read) if handler.request_streaming else (read, None)
+        frame = _Frame(str(handler_call_details.method), self._unread_s, within)
         match handler.request_streaming, handler.response_streaming:
             case False, False:
                 make, wrapped = (
@@ -176,15 +180,33 @@ class CallFrame(grpc.aio.ServerInterceptor):
                     grpc.stream_stream_rpc_method_handler,
                     frame.stream(handler.stream_stream),
                 )
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return make(wrapped, without, handler.response_serializer)
+
+
+def _reader(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """As `deserializer`; raises RequestRejected for bytes that are no message."""
+
+    def read(raw: bytes) -> Any:
+        try:
+            return deserializer(raw)
+        except DecodeError as error:
+            text = f"{len(raw)} bytes that are no message of this method; build it from proto/k3/v1"
+            raise RequestRejected(text, code="invalid_message") from error
+
+    return read
+
+
+def _as_it_is(request: Any) -> Any:
+    return request
 
 
 class _Frame:
-    """The frame of one method."""
+    """The frame of one method. read: makes a message of its single request; None where that is done already."""
 
-    def __init__(self, method: str, unread_s: float) -> None:
+    def __init__(self, method: str, unread_s: float, read: Callable[[bytes], Any] | None) -> None:
         self._method = method
         self._unread_s = unread_s
+        self._read = read or _as_it_is
 
     def unary(
         self, inner: Callable[[Any, Any], Awaitable[Any]]
@@ -192,7 +214,7 @@ class _Frame:
         """A handler with one answer."""
 
         async def handle(request: Any, context: Context) -> Any:
-            return await self._run(context, lambda: inner(request, context))
+            return await self._run(context, lambda: inner(self._read(request), context))
 
         return handle
 
@@ -200,7 +222,7 @@ class _Frame:
         """A handler with many answers: an async generator, or a coroutine that calls `context.write`."""
 
         async def send(request: Any, context: BoundedContext) -> None:
-            answers = inner(request, context)
+            answers = inner(self._read(request), context)
             if not inspect.isasyncgen(answers):
                 await answers
                 return
