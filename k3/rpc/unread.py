@@ -9,6 +9,9 @@ some megabytes, so that one message may wait for minutes although the caller, or
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from typing import Any
 
 import grpc.aio
@@ -47,7 +50,8 @@ class BoundedContext:
 class BoundedConnection(asyncio.Protocol):
     """Comes before a protocol of uvicorn: aborts the transport when the peer takes too little of what waits for it.
 
-    A slow peer is served on; a connection that is closing behind its last bytes is bounded as well.
+    A slow peer is served on; a connection that is closing behind its last bytes is bounded as well. What the kernel
+    still holds counts too: it takes more from us in steps of a megabyte, and a slow peer needs minutes for one.
     """
 
     transport: asyncio.Transport
@@ -75,11 +79,16 @@ class BoundedConnection(asyncio.Protocol):
         super().resume_writing()
 
     def _watch(self) -> None:
-        n_waiting = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(HTTP_S, self._judge, n_waiting)
+        self._unread_timer = self.loop.call_later(HTTP_S, self._judge, self._n_waiting())
+
+    def _n_waiting(self) -> int:
+        """Bytes that the peer has not taken, ours and the kernel's."""
+        fd = self.transport.get_extra_info("socket").fileno()
+        kernels = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return self.transport.get_write_buffer_size() + kernels
 
     def _judge(self, n_waiting: int) -> None:
-        if n_waiting - self.transport.get_write_buffer_size() < MIN_BYTES:
+        if n_waiting - self._n_waiting() < MIN_BYTES:
             self.transport.abort()
         else:
             self._watch()

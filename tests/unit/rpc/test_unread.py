@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -113,10 +114,13 @@ async def test_a_deadline_under_a_write_is_no_bug(caplog: pytest.LogCaptureFixtu
 
 
 class Transport(asyncio.Transport):
-    """Holds what the peer has not taken."""
+    """Holds what the peer has not taken, before what a socket holds."""
 
     n_waiting = 0
     is_aborted = False
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__({"socket": end})
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         assert (high, low) == (0, None)
@@ -138,10 +142,10 @@ class Http(asyncio.Protocol):
 class Connection(unread.BoundedConnection, Http):
     """Its own loop, which says when it is to be called."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: socket.socket) -> None:
         self.loop: Any = self
         self.timer: Any = None
-        self.connection_made(Transport())
+        self.connection_made(Transport(end))
 
     def call_later(self, delay_s: float, callback: Callable[[int], None], n: int) -> Any:
         assert delay_s == unread.HTTP_S
@@ -152,8 +156,19 @@ class Connection(unread.BoundedConnection, Http):
         self.timer = None
 
 
-def waiting(n_bytes: int) -> tuple[Connection, Transport]:
-    connection = Connection()
+Ends = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Ours and the peer's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def waiting(n_bytes: int, ends: Ends) -> tuple[Connection, Transport]:
+    connection = Connection(ends[0])
     transport = connection.transport
     assert isinstance(transport, Transport)
     transport.n_waiting = n_bytes
@@ -161,8 +176,10 @@ def waiting(n_bytes: int) -> tuple[Connection, Transport]:
     return connection, transport
 
 
-def test_a_connection_that_takes_little_is_served_on_and_one_that_takes_less_is_cut() -> None:
-    connection, transport = waiting(10 * unread.MIN_BYTES)
+def test_a_connection_that_takes_little_is_served_on_and_one_that_takes_less_is_cut(
+    ends: Ends,
+) -> None:
+    connection, transport = waiting(10 * unread.MIN_BYTES, ends)
     for _ in range(3):
         transport.n_waiting -= unread.MIN_BYTES
         connection.timer()
@@ -172,8 +189,20 @@ def test_a_connection_that_takes_little_is_served_on_and_one_that_takes_less_is_
     assert transport.is_aborted
 
 
+def test_what_a_peer_takes_from_the_kernel_alone_is_taken(ends: Ends) -> None:
+    for _ in range(2):
+        ends[0].sendall(bytes(unread.MIN_BYTES))
+    connection, transport = waiting(1, ends)
+    for _ in range(2):
+        assert len(ends[1].recv(unread.MIN_BYTES, socket.MSG_WAITALL)) == unread.MIN_BYTES
+        connection.timer()
+        assert not transport.is_aborted
+    connection.timer()
+    assert transport.is_aborted
+
+
 @pytest.mark.parametrize("end", ["resume_writing", "connection_lost"])
-def test_nothing_is_judged_once_nothing_waits(end: str) -> None:
-    connection, _transport = waiting(1)
+def test_nothing_is_judged_once_nothing_waits(end: str, ends: Ends) -> None:
+    connection, _transport = waiting(1, ends)
     connection.resume_writing() if end == "resume_writing" else connection.connection_lost(None)
     assert connection.timer is None
