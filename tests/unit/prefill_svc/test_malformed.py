@@ -36,11 +36,10 @@ async def test_bytes_that_are_no_message_end_a_request_and_give_its_pages_back(
                 response_deserializer=prefill_pb2.PrefillResponse.FromString,
             )()
             await call.write(prefill_pb2.PrefillRequest(start=world.start_of()).SerializeToString())
-            assert (await call.read()).HasField("accepted")
+            await world.until(lambda: world.engine.n_open == 1)
             await call.write(b"\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
+                [answer async for answer in call]
             await world.until(lambda: world.engine.load().pages_free == n_free)
     finally:
         await server.stop(0)
