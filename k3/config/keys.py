@@ -36,6 +36,7 @@ _SIZE_BYTES = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+_OTHER_NAMES = {"gpu": "cuda"}  # of choices
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False,
     "no": False,
@@ -120,7 +121,9 @@ class Key:
         if isinstance(value, int) and abs(value) > _MOST and self.unit != "bytes":
             raise ValueError(f"expected {self.expected}, not beyond {_MOST}")
         if self.choices and value not in self.choices:
-            close = difflib.get_close_matches(str(value), self.choices, n=1)
+            name = str(value)
+            name = _OTHER_NAMES.get(name.lower(), name)
+            close = difflib.get_close_matches(name, self.choices, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"expected {self.expected}{hint}")
         if isinstance(value, int | float) and (

@@ -107,6 +107,7 @@ def test_values_are_read_in_every_accepted_form(path, raw, value):
         ("schedule.depth", 3, "1 to 2"),
         ("cache.fill_nan", "perhaps", "true or false"),
         ("model.dtype", "float23", "did you mean 'float32'"),
+        ("model.device", "GPU", "did you mean 'cuda'"),
         ("model.name", 7, "text"),
         ("serve.prefills", [1], "a list of text"),
         ("cache.pages", {"a": 1}, "an integer"),
