@@ -1,18 +1,27 @@
-"""Free TCP ports for processes that cannot be told `any`.
+"""TCP addresses as people write them, and free ports for processes that cannot be told `any`.
 
-They lie below the range from which the kernel takes ports of outgoing connections, so that none is taken between the
-choice and the bind.
+Free ports lie below the range from which the kernel takes ports of outgoing connections, so that none is taken between
+the choice and the bind.
 """
 
 from __future__ import annotations
 
 import errno
 import random
+import re
 import socket
 
 from k3.errors import ConfigError, K3Error
 
 PORTS = range(20_000, 32_000)
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._*-]+):(?P<port>[0-9]{1,5}|\*)")
+
+
+def is_address(text: str, form: re.Pattern[str] = ADDRESS) -> bool:
+    """Whether `text` is host:port, an IPv6 host in brackets, with a port that can be dialled; PATTERN also takes *."""
+    match = form.fullmatch(text)
+    return match is not None and (match["port"] == "*" or 1 <= int(match["port"]) <= 65535)
 
 
 def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:

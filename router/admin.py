@@ -19,6 +19,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from k3.errors import RequestRejected
+from k3.ports import is_address
 from k3.rpc.client import ChannelPool
 from k3.rpc.status import from_rpc_error
 from k3.v1 import instance_pb2, instance_pb2_grpc
@@ -36,7 +38,7 @@ class RegisterBody(Body):
     """POST /admin/instances."""
 
     role: Literal["prefill", "decode"]
-    address: str = Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$|^\[[0-9a-fA-F:]+\]:[0-9]{1,5}$")
+    address: str
 
 
 class DrainBody(Body):
@@ -94,6 +96,9 @@ class Admin:
     async def register(self, request: Request) -> Response:
         """Follow a new address."""
         body = await self._serving.reader.read(request, RegisterBody)
+        if not is_address(body.address):
+            text = f"address: {body.address[:80]!r}: expected host:port with a port from 1 to 65535"
+            raise RequestRejected(text, param="address")
         instance = self._registry.add(Role(body.role), body.address)
         return json_response(self._entry(instance), 202)
 

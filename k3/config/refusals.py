@@ -15,7 +15,6 @@ from k3.config.pipeline import PIPELINE_RULES, STAGE_RULES, Pipeline
 from k3.config.resolve import GPU_DRIVER_FILES
 from k3.config.router_refusals import ROUTER_RULES
 from k3.config.rule import (
-    PATTERN,
     Fit,
     Refusal,
     Rule,
@@ -34,6 +33,7 @@ from k3.config.spec_rules import SPEC_FIT_RULES, SPEC_RULES
 from k3.config.stages import unfit_chunk_costs
 from k3.config.tree import EngineConfig, RouterConfig
 from k3.model.spec import K3Spec
+from k3.ports import PATTERN
 
 PREFILL, DECODE, ENGINES = ("prefill",), ("decode", "both"), ("prefill", "decode", "both")
 COMPUTES = ("prefill", "both")  # prompts
@@ -264,7 +264,7 @@ ENGINE_RULES: tuple[Rule[EngineConfig], ...] = (
         "PREFILL_PATTERNS",
         DECODE,
         ("serve.prefills",),
-        "serve.prefills has an entry that is not host:port",
+        "serve.prefills has an entry that is not host:port with a port from 1 to 65535",
         "decode dials only addresses that match the list",
         "write host:port; * matches any host part or any port",
         lambda c: bad_addresses(c.serve.prefills, PATTERN),

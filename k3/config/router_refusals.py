@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from k3.config.api_keys import unusable_keys
 from k3.config.rule import (
-    ADDRESS,
     Rule,
     bad_addresses,
     is_same_port,
@@ -13,6 +12,7 @@ from k3.config.rule import (
     unusable_tls,
 )
 from k3.config.tree import RouterConfig
+from k3.ports import ADDRESS
 
 ROUTER = ("router",)
 LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
@@ -67,9 +67,9 @@ ROUTER_RULES: tuple[Rule[RouterConfig], ...] = (
         "FLEET_ADDRESSES",
         ROUTER,
         ("fleet.prefills", "fleet.decodes"),
-        "an instance address is not host:port",
+        "an instance address is not host:port with a port from 1 to 65535",
         "the router cannot dial it",
-        "write host:port",
+        "write host:port; an IPv6 host in brackets",
         lambda c: bad_addresses((*c.fleet.prefills, *c.fleet.decodes), ADDRESS),
     ),
     Rule(

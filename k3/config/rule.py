@@ -20,11 +20,10 @@ from k3.config.stages import unfit_stages
 from k3.config.tree import EngineConfig, ModelConfig
 from k3.errors import ModelError
 from k3.model.spec import K3Spec
+from k3.ports import is_address
 
 S = TypeVar("S")
 
-PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._*-]+):(\d{1,5}|\*)")
-ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 ANY_HOST = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -143,7 +142,7 @@ def bad_port_range(c: EngineConfig) -> bool | str:
 
 def bad_addresses(addresses: Iterable[str], form: re.Pattern[str]) -> str | None:
     """Addresses that do not have the form."""
-    bad = [repr(a) for a in addresses if not form.fullmatch(a)]
+    bad = [repr(a) for a in addresses if not is_address(a, form)]
     return f"address {', '.join(bad)}" if bad else None
 
 

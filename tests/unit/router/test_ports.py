@@ -145,9 +145,9 @@ async def test_operators_see_and_change_the_fleet(router: RunningRouter) -> None
         assert (await admin.get("/admin/config")).json()["model"]["name"] == "tiny"
         bad = await admin.put("/admin/log_level", json={"level": "loud"})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "level")
-        assert (
-            await admin.post("/admin/instances", json={"role": "decode", "address": "x"})
-        ).status_code == 400
+        for address in ("x", "here:0", "here:65536", "a b:1"):
+            bad = await admin.post("/admin/instances", json={"role": "decode", "address": address})
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "address"), address
     assert (await router.client.get("/admin/instances")).status_code == 404
     await second.stop()
 
