@@ -118,12 +118,13 @@ class Transport(asyncio.Transport):
 
     n_waiting = 0
     is_aborted = False
+    limits: tuple[int | None, int | None] | None = None
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__({"socket": end})
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        assert (high, low) == (0, None)
+        self.limits = (high, low)
 
     def get_write_buffer_size(self) -> int:
         return self.n_waiting
@@ -171,6 +172,7 @@ def waiting(n_bytes: int, ends: Ends) -> tuple[Connection, Transport]:
     connection = Connection(ends[0])
     transport = connection.transport
     assert isinstance(transport, Transport)
+    assert transport.limits == (0, None)
     transport.n_waiting = n_bytes
     connection.pause_writing()
     return connection, transport
