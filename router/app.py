@@ -76,7 +76,7 @@ def public_app(serving: Serving, keys: Keys) -> ASGIApp:
     app.add_api_route(path, get_model, methods=["GET"], openapi_extra=extra)
     add_schemas(app, [body for _, _, body in POST_ROUTES])
     guarded = {"/metrics"} if serving.settings.http.metrics_auth else set[str]()
-    inner: ASGIApp = KeyGate(app, keys, open_paths=OPS_ROUTES.keys() - guarded)
+    inner: ASGIApp = KeyGate(app, keys, serving.count_error, OPS_ROUTES.keys() - guarded)
     if serving.settings.http.cors_origins:
         inner = CORSMiddleware(
             inner,
@@ -92,7 +92,7 @@ def admin_app(serving: Serving, admin: Admin, keys: Keys) -> ASGIApp:
     """The admin API. keys: of its own, not the public ones."""
     app = _bare_app("k3-serving admin", serving)
     admin.add_routes(app)
-    return Edge(KeyGate(app, keys), serving.metrics, [])
+    return Edge(KeyGate(app, keys, serving.count_error), serving.metrics, [])
 
 
 def _bare_app(title: str, serving: Serving) -> FastAPI:

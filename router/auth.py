@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -45,9 +45,17 @@ class Keys:
 class KeyGate:
     """Lets requests to guarded paths pass with a key only, and notes the principal in their scope."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        count_error: Callable[[str | None], None],
+        open_paths: Collection[str] = (),
+    ) -> None:
+        """count_error(code): told of every answer that is an error."""
         self._app = app
         self._keys = keys
+        self._count_error = count_error
         self._open = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,16 +66,17 @@ class KeyGate:
         header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         principal = self._keys.principal(header)
         if principal is None and scope["path"] not in self._open:
-            await _refuse(send, bool(header))
+            error = _refusal(bool(header))
+            self._count_error(error.code)
+            await send_json(send, error.status, error.body, error.headers)
             return
         await self._app({**scope, PRINCIPAL: principal or b""}, receive, send)
 
 
-async def _refuse(send: Send, has_header: bool) -> None:
+def _refusal(has_header: bool) -> ApiError:
     message = (
         "the API key is not known here"
         if has_header
         else "an API key is needed: send the header Authorization: Bearer KEY"
     )
-    error = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-    await send_json(send, error.status, error.body, error.headers)
+    return ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -93,6 +93,8 @@ async def test_generation_needs_a_key_and_probes_do_not(folder: ModelFolder, key
         headers = {"Authorization": "Bearer not-a-key-of-this-server"}
         answer = await router.client.post("/v1/chat/completions", json=CHAT, headers=headers)
         assert answer.status_code == 401
+        metrics = (await router.client.get("/metrics")).text
+        assert 'k3_router_errors_total{code="invalid_api_key"} 6.0' in metrics
         for key in (ALICE, BOB, ALICE):
             headers = {"Authorization": f"Bearer {key}"}
             answer = await router.client.post("/v1/chat/completions", json=CHAT, headers=headers)
