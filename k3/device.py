@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -70,6 +71,10 @@ class Device(Protocol):
 
     def free_bytes(self) -> int | None:
         """Free memory of the device; None where the host's memory is shared by everybody."""
+        ...
+
+    def room_bytes(self) -> int:
+        """What this process could still take at most; less may be left when others take as well."""
         ...
 
 
@@ -148,6 +153,12 @@ class CpuDevice:
         """Not ours to say."""
         return None
 
+    def room_bytes(self) -> int:
+        """What the host can give without taking from others, and its swap."""
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        kib = {name: int(value) for name, value, *_unit in lines}
+        return (kib["MemAvailable:"] + kib["SwapFree:"]) << 10
+
 
 class CudaDevice:
     """One GPU; all work of a rank goes to its current stream."""
@@ -211,9 +222,14 @@ class CudaDevice:
         current.wait_stream(self._side)
         return graph
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
         """Free memory of this GPU."""
         return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def room_bytes(self) -> int:
+        """Its free memory, and what torch holds of it unused."""
+        held = torch.cuda.memory_reserved(self.torch_device)
+        return self.free_bytes() + held - torch.cuda.memory_allocated(self.torch_device)
 
 
 def open_device(name: str, n_threads: int) -> Device:

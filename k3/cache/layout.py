@@ -156,8 +156,11 @@ class CacheLayout:
         """
         if self.page_bytes == 0:
             return 1 << 30
-        beside = n_slots * self.slot_bytes + n_rings * self.ring_bytes
-        return (memory_bytes - beside) // self.page_bytes
+        return (memory_bytes - self.total_bytes(0, n_slots, n_rings)) // self.page_bytes
+
+    def total_bytes(self, n_pages: int, n_slots: int, n_rings: int = 0) -> int:
+        """Bytes of all pools of this rank."""
+        return n_pages * self.page_bytes + n_slots * self.slot_bytes + n_rings * self.ring_bytes
 
 
 def build_layout(

@@ -15,6 +15,7 @@ from k3.cache.storage import Storage
 from k3.config import speculation
 from k3.config.tree import EngineConfig
 from k3.device import Device
+from k3.errors import ConfigError
 from k3.model.dspark import DraftContext, Drafter, open_context, open_drafter
 from k3.model.k3 import Stage
 from k3.model.registry import open_stage
@@ -58,13 +59,21 @@ def load_stage(
 def allocate(
     config: EngineConfig, layout: CacheLayout, n_pages: int, n_slots: int, device: Device
 ) -> Storage:
-    """The pools of a layout."""
+    """The pools of a layout. Raises ConfigError where the device has no room for them."""
+    n_rings = speculation.rings(config)
+    needed, room = layout.total_bytes(n_pages, n_slots, n_rings), device.room_bytes()
+    if needed > room:
+        fitting = max(0, layout.pages_for(room, n_slots, n_rings))
+        raise ConfigError(
+            f"cache.pages={n_pages}, cache.state_slots={n_slots}: {needed} bytes on {device.torch_device}, where "
+            f"{room} are free: {fitting} pages; lower cache.pages, or cache.memory_bytes where cache.pages is 0"
+        )
     return Storage(
         layout,
         n_pages,
         n_slots,
         device.torch_device,
-        n_rings=speculation.rings(config),
+        n_rings=n_rings,
         fill_nan=config.cache.fill_nan,
     )
 
