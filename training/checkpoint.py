@@ -24,7 +24,9 @@ def resume(file: Path, recipe: object) -> tuple[dict[str, Tensor], int, Log] | N
     if not file.exists():
         return None
     with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    if metadata.get("recipe") != repr(recipe):
-        raise ValueError(f"{file} is of another recipe; name another --folder, or remove it")
+        metadata = opened.metadata() or {}
+    if "log" not in metadata or metadata["recipe"] != repr(recipe):
+        raise ValueError(
+            f"{file} is of another recipe or form; name another --folder, or remove it"
+        )
     return load_file(file), int(metadata["step"]), json.loads(metadata["log"])

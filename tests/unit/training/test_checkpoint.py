@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from training import checkpoint
 from training.recipe import Recipe, smoke
@@ -27,3 +28,12 @@ def test_a_checkpoint_of_another_recipe_is_not_gone_on_with(tmp_path: Path) -> N
     checkpoint.save(tmp_path / "target", {"weight": torch.zeros(1)}, smoke().target, 1, [])
     with pytest.raises(ValueError, match="another recipe"):
         checkpoint.resume(tmp_path / "target", Recipe().target)
+
+
+@pytest.mark.parametrize("metadata", [None, {"step": "1", "recipe": repr(smoke().target)}])
+def test_a_checkpoint_whose_log_lay_beside_it_is_not_gone_on_with(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    save_file({"weight": torch.zeros(1)}, tmp_path / "target", metadata)
+    with pytest.raises(ValueError, match="another recipe or form"):
+        checkpoint.resume(tmp_path / "target", smoke().target)
