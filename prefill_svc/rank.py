@@ -12,11 +12,18 @@ from typing import assert_never
 
 from k3.errors import GroupFailed
 from k3.rank.context import RankContext
+from k3.sampling import RowSampling
+from k3.types import SamplingParams
 from k3.v1 import plan_pb2
 from prefill_svc.chunk_rows import stage_chunk, step_result
-from prefill_svc.core.stage import ChunkStage, StageChunk, StageStep
+from prefill_svc.core.stage import ChunkStage, FirstToken, StageChunk, StageStep
 
 WARM_UP_STEP = 0
+DRAWS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.5),
+)
 
 
 def run(context: RankContext) -> None:
@@ -61,17 +68,24 @@ def _execute(context: RankContext, stage: ChunkStage, plan: plan_pb2.StepPlan) -
 
 
 def _warm_up(context: RankContext, stage: ChunkStage) -> None:
-    """One page of tokens through the whole group, on page and slot 0, which nobody holds yet; then tell the front."""
-    progress = plan_pb2.LoadProgress(stage="warm-up", done=0, total=1)
-    context.plans.send(plan_pb2.RankMessage(progress=progress))
+    """One page of tokens through the whole group, on page and slot 0, which nobody holds yet; then tell the front.
+
+    Once for each way to draw a token, as each may have a kernel to compile.
+    """
     length = min(context.layout.page_tokens, context.config.schedule.token_budget)
-    chunk = StageChunk(start=0, token_ids=(0,) * length, pages=(0,), read_slot=-1, write_slot=0)
-    stage.run(WARM_UP_STEP, [chunk], lambda: None)
-    context.device.synchronize()
+    for done, sampling in enumerate(DRAWS):
+        _report(context, done)
+        first = FirstToken(RowSampling(sampling))
+        stage.run(WARM_UP_STEP, [StageChunk(0, (0,) * length, (0,), -1, 0, first)], lambda: None)
+        context.device.synchronize()
     context.storage.zero_tail(0, 0)
     context.storage.zero_slot(0)
-    progress = plan_pb2.LoadProgress(stage="warm-up", done=1, total=1)
-    context.plans.send(plan_pb2.RankMessage(progress=progress))
+    _report(context, len(DRAWS))
     pool_bytes = sum(pool.nbytes for pool in context.storage.pools.values())
     ready = plan_pb2.RankReady(pool_bytes=pool_bytes)
     context.plans.send(plan_pb2.RankMessage(ready=ready))
+
+
+def _report(context: RankContext, done: int) -> None:
+    progress = plan_pb2.LoadProgress(stage="warm-up", done=done, total=len(DRAWS))
+    context.plans.send(plan_pb2.RankMessage(progress=progress))

@@ -9,7 +9,8 @@ from k3_kernels.triton import draw as kernel
 from k3_kernels.triton.dense_ops import TritonDense
 from torch import Tensor
 
-from k3.sampling import Flavour, Params, Recipe
+from k3.sampling import Flavour, Params, Recipe, RowSampling, sample
+from k3.types import LogprobParams, SamplingParams
 
 REQUESTS = 5
 NEG_INF = float("-inf")
@@ -81,3 +82,18 @@ def test_other_strides_between_rows_are_followed() -> None:
     scores, position = rows("sharp", 40)[:, :, :33], torch.zeros(REQUESTS, 2, dtype=torch.int64)
     recipe = Recipe(params(), Flavour(True, True, True, True), by=draw(TritonDense()))
     assert torch.equal(recipe.draw(scores, position), recipe.draw(scores.contiguous(), position))
+
+
+def test_first_tokens_of_prompts_are_those_of_the_definition() -> None:
+    """With log probabilities and edits, as prefill draws them."""
+    torch.manual_seed(4)
+    logits = torch.randn(3, 50) * 3
+    requests = [
+        RowSampling(SamplingParams(temperature=0.8, top_p=0.9, seed=3, logit_bias={7: 5.0})),
+        RowSampling(
+            SamplingParams(temperature=1.2, top_k=6, seed=4), logprobs=LogprobParams(True, 2)
+        ),
+        RowSampling(SamplingParams(temperature=0.0)),
+    ]
+    by = draw(TritonDense())
+    assert sample(logits, requests, [9, 10, 11], by=by) == sample(logits, requests, [9, 10, 11])
