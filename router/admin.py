@@ -95,7 +95,7 @@ class Admin:
 
     async def register(self, request: Request) -> Response:
         """Follow a new address."""
-        body = await self._serving.reader.read(request, RegisterBody)
+        body = await self._serving.reader.read_always(request, RegisterBody)
         if not is_address(body.address):
             text = f"address: {body.address[:80]!r}: expected host:port with a port from 1 to 65535"
             raise RequestRejected(text, param="address")
@@ -115,7 +115,9 @@ class Admin:
         """Ask an instance to take nothing new."""
         length = request.headers.get("content-length", "0")
         has_body = length != "0" or "transfer-encoding" in request.headers
-        body = await self._serving.reader.read(request, DrainBody) if has_body else DrainBody()
+        body = (
+            await self._serving.reader.read_always(request, DrainBody) if has_body else DrainBody()
+        )
         return await self._set_drain(request, True, body.timeout_s or 0.0)
 
     async def undrain_instance(self, request: Request) -> Response:
@@ -174,7 +176,7 @@ class Admin:
 
     async def log_level(self, request: Request) -> Response:
         """Change the least severe level written."""
-        body = await self._serving.reader.read(request, LogLevelBody)
+        body = await self._serving.reader.read_always(request, LogLevelBody)
         logging.getLogger().setLevel(body.level.upper())
         return json_response({"level": body.level}, 202)
 

@@ -82,5 +82,10 @@ class AdmissionConfig:
     """How many requests the router lets in."""
 
     max_in_flight: int = key(512, "requests being served", least=1)
-    max_queue: int = key(256, "requests waiting for an instance with room", least=0)
+    max_queue: int = key(
+        256,
+        "requests waiting for an instance with room; max_in_flight + max_queue bodies are read at once, further "
+        "requests are answered 429",
+        least=0,
+    )
     queue_timeout_s: float = key(30.0, "longest wait in the router's queue", unit="s", least=0)

@@ -14,7 +14,7 @@ import orjson
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from k3.errors import RequestRejected
+from k3.errors import QueueFull, RequestRejected
 from router.openai.errors import ApiError
 from router.openai.schemas import Body
 
@@ -24,17 +24,37 @@ TYPE_ERRORS = ("_type", "_parsing", "_attributes")
 
 
 class BodyReader:
-    """Reads bodies of one router. on_unknown(field) counts fields nobody knows."""
+    """Reads bodies of one router, max_bodies at once. on_unknown(field) counts fields nobody knows."""
 
     def __init__(
-        self, max_bytes: int, on_unknown: Callable[[str], None], *, refuse_unknown: bool
+        self,
+        max_bytes: int,
+        max_bodies: int,
+        on_unknown: Callable[[str], None],
+        *,
+        refuse_unknown: bool,
     ) -> None:
         self._max_bytes = max_bytes
+        self._max_bodies = max_bodies
+        self._n_arriving = 0
         self._on_unknown = on_unknown
         self._refuse_unknown = refuse_unknown
 
     async def read(self, request: Request, model: type[B]) -> B:
-        """The body as `model`. Raises ApiError (413, 415) or RequestRejected."""
+        """The body as `model`. Raises ApiError (413, 415), RequestRejected, or QueueFull before anything is read."""
+        if self._n_arriving >= self._max_bodies:
+            raise QueueFull(
+                f"the bodies of {self._max_bodies} requests are arriving already; try again later",
+                retry_after_s=1.0,
+            )
+        self._n_arriving += 1
+        try:
+            return await self.read_always(request, model)
+        finally:
+            self._n_arriving -= 1
+
+    async def read_always(self, request: Request, model: type[B]) -> B:
+        """As `read`, for operators: they are let in however many bodies are arriving."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         raw = await self._bytes(request)
         if kind != "application/json" and not (

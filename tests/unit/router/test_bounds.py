@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from k3.config.router_sections import HttpConfig
+from k3.config.router_sections import AdmissionConfig, HttpConfig
 from k3.telemetry.metrics import RouterMetrics
 from router.__main__ import MAX_UNKNOWN_FIELDS, UnknownFields
 from router.openai.params import MAX_SESSION_CHARS, cache_salt, session_of, timeout_s
 from router.text.folder import ModelFolder
 from tests.unit.router.conftest import DEADLINE_S, running_router
+
+JSON = {"Content-Type": "application/json"}
 
 
 def test_clients_lower_the_deadline_of_a_request_and_never_raise_it() -> None:
@@ -55,6 +58,35 @@ async def test_a_body_that_says_it_is_too_large_is_not_waited_for(folder: ModelF
         line = await asyncio.wait_for(reader.readline(), DEADLINE_S)
         writer.close()
         assert line.split()[1] == b"413"
+
+
+async def test_no_more_bodies_arrive_at_once_than_requests_are_let_in(folder: ModelFolder) -> None:
+    admission = AdmissionConfig(max_in_flight=1, max_queue=1)
+    body = b'{"prompt": "a"}'
+    head = (
+        "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
+    )
+    async with running_router(folder, admission=admission) as router, asyncio.timeout(DEADLINE_S):
+        host, port = router.url.removeprefix("http://").split(":")
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for reader, writer in slow:
+            writer.write(head.encode())
+            assert (await reader.readline()).split()[1] == b"100"  # its body is awaited now
+        refused = await router.client.post("/tokenize", content=body, headers=JSON)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_full"
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await router.client.get(path)).status_code == 200, path
+        async with httpx.AsyncClient(base_url=router.admin_url) as admin:
+            level = await admin.put("/admin/log_level", json={"level": "info"})
+            assert level.status_code == 202
+        for reader, writer in slow:
+            writer.write(body)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+        accepted = await router.client.post("/tokenize", content=body, headers=JSON)
+        assert accepted.status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health/", "/healthy", "/ready/v1/models", "/metrics/x"])
