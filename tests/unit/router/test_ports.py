@@ -161,8 +161,9 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(folder: ModelFo
             for _ in range(2):  # a caller may repeat itself
                 answer = await admin.post("/admin/drain")
                 assert (answer.status_code, answer.json()["phase"] != "running") == (202, True)
-        router.router.drain.signal()  # the platform's own, once the drain is under way
         serving = router.router.serving
+        await until(lambda: serving.lifecycle.is_draining)
+        router.router.drain.signal()  # the platform's own, once the drain is under way
         await until(lambda: serving.lifecycle.phase.value == "refusing")
         ready = await router.client.get("/ready")
         assert [reason["code"] for reason in ready.json()["reasons"]] == ["draining"]
@@ -219,6 +220,7 @@ async def test_a_server_may_report_how_drafts_fared_without_being_asked(
             statistics = reported[0]["speculative_decoding"]
             assert statistics["acceptance_histogram"] == [1, 0, 1]
             assert statistics["mean_acceptance_length"] == 2.0
+            assert "per_step_accepted" not in statistics
 
 
 def tokens_with(histogram: tuple[int, ...], n_drafts: int) -> decode_pb2.Tokens:
