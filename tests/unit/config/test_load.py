@@ -78,6 +78,7 @@ def test_later_sources_win_and_every_value_knows_its_source(tmp_path):
         ("transfer.lease_s", "40", 40.0),
         ("transfer.lease_s", 41, 41.0),
         ("cache.memory_bytes", "16MiB", 16 << 20),
+        ("cache.memory_bytes", "3TiB", 3 << 40),
         ("cache.memory_bytes", "1.5 GB", 1_500_000_000),
         ("cache.memory_bytes", "4096", 4096),
         ("cache.fill_nan", "yes", True),
