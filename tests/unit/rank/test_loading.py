@@ -1,4 +1,4 @@
-"""Pools that a rank has no room for."""
+"""What a rank loads for its configuration, and pools that it has no room for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from k3.config.load import load_engine
 from k3.device import CpuDevice
 from k3.errors import ConfigError
 from k3.model.spec import K3Spec
-from k3.rank.loading import allocate
+from k3.parallel.collectives import solo_groups
+from k3.parallel.mesh import Mesh
+from k3.rank.loading import allocate, kernels, load_stage
 
 
 class Small(CpuDevice):
@@ -41,3 +43,27 @@ def test_pools_beyond_the_memory_are_refused_with_what_was_asked_and_what_is_fre
 
 def test_the_room_of_a_host_is_a_number_of_bytes() -> None:
     assert 1 << 20 < CpuDevice(1).room_bytes() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("prefill", {}), ("decode", {"spec.draft_tokens": "2"})],
+    ids=["prefill", "decode"],
+)
+def test_only_a_drafter_that_proposes_shares_the_embedding_of_a_last_stage(
+    command: str, flags: dict[str, str]
+) -> None:
+    flags = flags | {"spec.drafter": "draft-mla", "backends.moe": "reference"}
+    config = load_engine(command, CommandLine(flags=flags), {}).require()
+    device, last = CpuDevice(1), Mesh(pp=2, tp=1, cp=1).place(1)
+    stage = load_stage(config, last, solo_groups(), kernels(config, device), device)
+    assert (stage.embed is not None) is (command == "decode")
+
+
+@pytest.mark.parametrize("fill_nan", ["on", "off"])
+def test_pools_begin_without_a_number_where_that_is_asked_for(fill_nan: str) -> None:
+    flags = {"cache.pages": "2", "cache.fill_nan": fill_nan}
+    config = load_engine("prefill", CommandLine(flags=flags), {}).require()
+    layout = layout_of(config, K3Spec.from_folder(Path(config.model.path)), 0)
+    latent = allocate(config, layout, 2, 1, CpuDevice(1)).pools["latent"]
+    assert bool(latent.isnan().all()) is (fill_nan == "on")
