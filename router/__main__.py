@@ -190,7 +190,6 @@ class Router:
             metrics=metrics,
             reader=BodyReader(
                 config.http.max_body_bytes,
-                config.admission.max_in_flight + config.admission.max_queue,
                 UnknownFields(metrics),
                 refuse_unknown=config.http.strict_params,
             ),

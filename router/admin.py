@@ -95,7 +95,7 @@ class Admin:
 
     async def register(self, request: Request) -> Response:
         """Follow a new address."""
-        body = await self._serving.reader.read_always(request, RegisterBody)
+        body = await self._serving.reader.read(request, RegisterBody, always=True)
         if not is_address(body.address):
             text = f"address: {body.address[:80]!r}: expected host:port with a port from 1 to 65535"
             raise RequestRejected(text, param="address")
@@ -116,7 +116,9 @@ class Admin:
         length = request.headers.get("content-length", "0")
         has_body = length != "0" or "transfer-encoding" in request.headers
         body = (
-            await self._serving.reader.read_always(request, DrainBody) if has_body else DrainBody()
+            await self._serving.reader.read(request, DrainBody, always=True)
+            if has_body
+            else DrainBody()
         )
         return await self._set_drain(request, True, body.timeout_s or 0.0)
 
@@ -176,7 +178,7 @@ class Admin:
 
     async def log_level(self, request: Request) -> Response:
         """Change the least severe level written."""
-        body = await self._serving.reader.read_always(request, LogLevelBody)
+        body = await self._serving.reader.read(request, LogLevelBody, always=True)
         logging.getLogger().setLevel(body.level.upper())
         return json_response({"level": body.level}, 202)
 

@@ -15,7 +15,13 @@ class HttpConfig:
     port: int = key(8000, "port of the public API; 0 = any free one", least=0, most=65535)
     admin_host: str = key("127.0.0.1", "address of the admin API")
     admin_port: int = key(8081, "port of the admin API; 0 = any free one", least=0, most=65535)
-    max_body_bytes: int = key(16 << 20, "largest request body", unit="bytes", least=1)
+    max_body_bytes: int = key(
+        16 << 20,
+        "largest request body; of bodies that are still arriving the router holds eight times as much, and "
+        "answers 429 beyond",
+        unit="bytes",
+        least=1,
+    )
     request_timeout_s: float = key(
         600.0, "deadline of a request; clients may lower it", unit="s", least=0.001
     )
@@ -82,10 +88,5 @@ class AdmissionConfig:
     """How many requests the router lets in."""
 
     max_in_flight: int = key(512, "requests being served", least=1)
-    max_queue: int = key(
-        256,
-        "requests waiting for an instance with room; max_in_flight + max_queue bodies are read at once, further "
-        "requests are answered 429",
-        least=0,
-    )
+    max_queue: int = key(256, "requests waiting for an instance with room", least=0)
     queue_timeout_s: float = key(30.0, "longest wait in the router's queue", unit="s", least=0)

@@ -20,43 +20,31 @@ from router.openai.schemas import Body
 
 B = TypeVar("B", bound=Body)
 BODY_S = 60.0  # for a whole body to arrive
+ARRIVING = 8  # bodies of the largest size
 TYPE_ERRORS = ("_type", "_parsing", "_attributes")
 
 
 class BodyReader:
-    """Reads bodies of one router, max_bodies at once. on_unknown(field) counts fields nobody knows."""
+    """Reads bodies of one router. on_unknown(field) counts fields nobody knows.
+
+    Of bodies that are still arriving it holds no more than ARRIVING of the largest have bytes.
+    """
 
     def __init__(
-        self,
-        max_bytes: int,
-        max_bodies: int,
-        on_unknown: Callable[[str], None],
-        *,
-        refuse_unknown: bool,
+        self, max_bytes: int, on_unknown: Callable[[str], None], *, refuse_unknown: bool
     ) -> None:
         self._max_bytes = max_bytes
-        self._max_bodies = max_bodies
-        self._n_arriving = 0
+        self._room = ARRIVING * max_bytes
         self._on_unknown = on_unknown
         self._refuse_unknown = refuse_unknown
 
-    async def read(self, request: Request, model: type[B]) -> B:
-        """The body as `model`. Raises ApiError (413, 415), RequestRejected, or QueueFull before anything is read."""
-        if self._n_arriving >= self._max_bodies:
-            raise QueueFull(
-                f"the bodies of {self._max_bodies} requests are arriving already; try again later",
-                retry_after_s=1.0,
-            )
-        self._n_arriving += 1
-        try:
-            return await self.read_always(request, model)
-        finally:
-            self._n_arriving -= 1
+    async def read(self, request: Request, model: type[B], *, always: bool = False) -> B:
+        """The body as `model`. Raises ApiError (413, 415), RequestRejected, or QueueFull where it has no room.
 
-    async def read_always(self, request: Request, model: type[B]) -> B:
-        """As `read`, for operators: they are let in however many bodies are arriving."""
+        always: for operators, who are let in whatever is arriving.
+        """
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        raw = await self._bytes(request)
+        raw = await self._bytes(request, always=always)
         if kind != "application/json" and not (
             kind.startswith("application/") and kind.endswith("+json")
         ):
@@ -80,7 +68,7 @@ class BodyReader:
         self._unknown(body, "")
         return body
 
-    async def _bytes(self, request: Request) -> bytes:
+    async def _bytes(self, request: Request, *, always: bool) -> bytes:
         too_large = ApiError(
             413, f"the body is larger than {self._max_bytes} bytes", "request_too_large"
         )
@@ -88,13 +76,16 @@ class BodyReader:
         if length.isdigit() and int(length) > self._max_bytes:
             raise too_large
         chunks: list[bytes] = []
-        n_bytes = 0
+        n_bytes = n_taken = 0
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.stream():
                     n_bytes += len(chunk)
                     if n_bytes > self._max_bytes:
                         raise too_large
+                    if not always:
+                        self._take(len(chunk))
+                        n_taken += len(chunk)
                     chunks.append(chunk)
         except ClientDisconnect as error:
             raise ApiError(400, "the body was cut off", "invalid_json") from error
@@ -104,7 +95,17 @@ class BodyReader:
                 f"{n_bytes} bytes of the body arrived within {BODY_S:g} s, but not its end",
                 "request_timeout",
             ) from error
+        finally:
+            self._room += n_taken
         return b"".join(chunks)
+
+    def _take(self, n_bytes: int) -> None:
+        if n_bytes > self._room:
+            n_held = ARRIVING * self._max_bytes - self._room
+            raise QueueFull(
+                f"{n_held} bytes of other bodies are arriving; try again later", retry_after_s=1.0
+            )
+        self._room -= n_bytes
 
     def _unknown(self, body: Body, prefix: str) -> None:
         for name in body.model_extra or {}:
