@@ -60,6 +60,7 @@ class RequestTable:
     def __init__(self) -> None:
         self._open: dict[int, OpenRequest] = {}
         self._next = 0
+        self._n_prepared = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -80,8 +81,18 @@ class RequestTable:
             yield request
         finally:
             del self._open[number]
-            if not self._open:
-                self._idle.set()
+            self._notice_idle()
+
+    @contextmanager
+    def preparing(self) -> Generator[None]:
+        """Something that was let in becomes a request of the list, or fails before: not idle until then."""
+        self._n_prepared += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._n_prepared -= 1
+            self._notice_idle()
 
     def list(self) -> list[dict[str, Any]]:
         """All open requests, oldest first."""
@@ -103,5 +114,12 @@ class RequestTable:
             request.end(Unavailable("the router is shutting down", code="draining"))
 
     async def idle(self) -> None:
-        """Wait until nothing is open."""
-        await self._idle.wait()
+        """Wait until nothing is open, and nothing is being prepared."""
+        while (
+            self._open or self._n_prepared
+        ):  # what was prepared may have been opened since it was noticed
+            await self._idle.wait()
+
+    def _notice_idle(self) -> None:
+        if not self._open and not self._n_prepared:
+            self._idle.set()

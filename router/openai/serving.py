@@ -133,7 +133,8 @@ async def generate(
         ),
     )
     build = partial(make_job, body, serving.settings, serving.limits(), caller)
-    return GenerationResponse(serving, await serving.in_thread(build), path, arrived)
+    with serving.requests.preparing():
+        return GenerationResponse(serving, await serving.in_thread(build), path, arrived)
 
 
 class GenerationResponse(Response):

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from k3.types import Speculation
 from k3.v1 import common_pb2, decode_pb2
 from router.__main__ import bind
 from router.text.folder import ModelFolder
-from tests.unit.router.conftest import RunningRouter, running_router, until
+from router.text.threads import N_THREADS
+from tests.unit.router.conftest import DEADLINE_S, RunningRouter, running_router, until
 from tests.unit.router.fake_engine import HOLD, FakeEngine
 
 TEXT, JSON = "/v1/completions", {"Content-Type": "application/json"}
@@ -170,6 +172,22 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(folder: ModelFo
         late = await router.client.post(TEXT, json={"prompt": "x"})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
         assert (await running).json()["choices"][0]["text"] == "ab"
+
+
+async def test_a_drain_waits_for_a_prompt_that_waits_to_be_tokenized(folder: ModelFolder) -> None:
+    async with running_router(folder) as router:
+        router.decode.script = [[97], 0.3, [98]]
+        texts, free = router.router.serving.texts, threading.Event()
+        busy = [
+            asyncio.create_task(texts.run(lambda: free.wait(DEADLINE_S))) for _ in range(N_THREADS)
+        ]
+        waiting = asyncio.create_task(router.client.post(TEXT, json={"prompt": "x"}))
+        await until(lambda: texts.n_open > N_THREADS)
+        router.router.drain.signal()
+        await until(lambda: router.router.serving.lifecycle.phase.value == "refusing")
+        free.set()
+        assert (await waiting).json()["choices"][0]["text"] == "ab"
+        await asyncio.gather(*busy)
 
 
 async def test_a_second_signal_ends_streams_with_an_error_event(folder: ModelFolder) -> None:
