@@ -331,6 +331,13 @@ class DecodeGroup:
     def _launch(self, plan: plan_pb2.StepPlan) -> Launched:
         for row in plan.verify_rows:
             row.base_bound += self._too_high
-        return run_group(len(self.ranks), lambda rank: self.ranks[rank].launch(plan))[
-            self._answering
-        ]
+        return self._launch_each([plan] * len(self.ranks))
+
+    def _launch_each(self, plans: list[plan_pb2.StepPlan]) -> Launched:
+        """Every rank its plan, its own message as over the wire: threads that share one may free its parts twice."""
+        wires = [plan.SerializeToString() for plan in plans]
+
+        def launch(rank: int) -> Launched:
+            return self.ranks[rank].launch(plan_pb2.StepPlan.FromString(wires[rank]))
+
+        return run_group(len(self.ranks), launch)[self._answering]

@@ -24,7 +24,6 @@ from tests.drafters import LocalEngine, random_drafter
 from tests.e2e.oracle import Oracle
 from tests.model_runner import solo_stage
 from tests.prefilled import Prefill
-from tests.thread_group import run_group
 
 pytestmark = pytest.mark.prefill
 
@@ -99,9 +98,7 @@ class Spoilt(DecodeGroup):
         other.CopyFrom(plan)
         for row in other.verify_rows:
             self.spoil(row.state)
-        last = len(self.ranks) - 1
-        plans = [other, *[plan] * last]
-        return run_group(last + 1, lambda rank: self.ranks[rank].launch(plans[rank]))[last]
+        return self._launch_each([other, *[plan] * (len(self.ranks) - 1)])
 
 
 def keep_rejected(state: plan_pb2.RowState) -> None:
