@@ -27,7 +27,7 @@ from k3_kernels.triton.draw_edge import (
 
 BLOCK = 1 << 12  # tokens looked at together, at most; as many are copied aside at most
 WARPS = 16
-SEGMENTS = tl.constexpr(16)
+SPANS = tl.constexpr(16)
 
 
 @triton.jit
@@ -90,14 +90,14 @@ def _drawn(
 ):
     """Index of the first token up to which more than the share `u` of what stays lies; -1 if none has a weight.
 
-    Sums of long segments say in which one it lies, so that only one is looked at block by block.
+    Sums of long spans say in which one it lies, so that only one is looked at block by block.
     """
-    length = (n + SEGMENTS * BLOCK - 1) // (SEGMENTS * BLOCK) * BLOCK
-    segment, none = tl.arange(0, SEGMENTS), tl.zeros([SEGMENTS], tl.int32)
+    length = (n + SPANS * BLOCK - 1) // (SPANS * BLOCK) * BLOCK
+    span, none = tl.arange(0, SPANS), tl.zeros([SPANS], tl.int32)
     before_S, equal_S = none.to(tl.float64), none
     total, n_equal = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     for first in range(0, n, length):
-        is_this = segment == first // length
+        is_this = span == first // length
         before_S, equal_S = (
             tl.where(is_this, total, before_S),
             tl.where(is_this, n_equal, equal_S),
@@ -109,10 +109,10 @@ def _drawn(
             here += summed(w, BLOCK).to(tl.float64)
         total += tl.sum(here, 0)
     aim = u * total
-    # The last segment that begins at or before the aim, of those with a weight: each begins where the one before ends.
-    at = tl.sum((before_S <= aim).to(tl.int32) * (segment * length < n).to(tl.int32), 0) - 1
+    # The last span that begins at or before the aim, of those with a weight: each begins where the one before ends.
+    at = tl.sum((before_S <= aim).to(tl.int32) * (span * length < n).to(tl.int32), 0) - 1
     at = tl.maximum(at, 0)  # sums that are no numbers
-    here = segment == at
+    here = span == at
     before, n_equal = (
         tl.sum(tl.where(here, before_S, 0.0), 0),
         tl.sum(tl.where(here, equal_S, 0), 0),

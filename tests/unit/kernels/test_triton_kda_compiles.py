@@ -15,7 +15,7 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from k3_kernels.triton import attnres, kda_chunk, kda_decode, kda_each, kda_tokens, kda_verify
+from k3_kernels.triton import attnres, draw, kda_chunk, kda_decode, kda_each, kda_tokens, kda_verify
 from k3_kernels.triton import mla_message, mla_prefill, moe, norm, route
 
 TYPES = dict.fromkeys(["u_ptr", "raw_ptr", "beta_ptr", "windows_ptr", "tails_ptr", "past_ptr"], "*bf16")
@@ -57,6 +57,10 @@ TYPES |= dict.fromkeys(["lse", "to_lse"], "*fp32")
 for outputs, blocks in ((0, 0), (1, 1), (2, 4)):
     build(attnres._read, 8, OUTPUTS=outputs, BLOCKS=blocks, CHANNELS=512, WIDTH=2048)
 build(norm._rms_norm, 4, ROWS=2, WIDTH=1024, GATED=False)
+TYPES |= {"scores_ptr": "*bf16", "reals_ptr": "*fp64", "ids_ptr": "*i32"}
+TYPES |= dict.fromkeys(["whole_ptr", "position_ptr", "drawn_ptr"], "*i64")
+for limited in (False, True):
+    build(draw._draw, 16, G=2, LIMITED=limited, BLOCK=4096)
 shape = {"H": 4, "J": 2, "C": 64, "V": 32, "BLOCK_T": 16, "BLOCK_C": 64, "BLOCK_V": 32}
 build(mla_message._project, 4, **shape)
 """
